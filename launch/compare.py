@@ -17,6 +17,8 @@ Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import sys
 import warnings
@@ -38,7 +40,7 @@ from launch.config.flags import (
     whole_number,
 )
 from launch.errors import TrainingFailed, UsageError, print_once, printable_line, run_command
-from launch.formats.files import check_writable
+from launch.formats.files import check_writable, read_text
 from recipes.registry import ROOT, TESTBEDS, recipe_names
 
 REPORT = ("report.html", "report.json", "loss.png")
@@ -119,7 +121,7 @@ def main() -> int:
     flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), [*dict.fromkeys(flags.testbed)]
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
-    _check_out(flags.out, ("tuning.json", "tuning.png") if flags.tune else REPORT)
+    _check_out(flags.out, ("tuning.json",) if flags.tune else REPORT)
     if flags.publish:
         _check_publish(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
@@ -140,7 +142,7 @@ def main() -> int:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
         check = publish.check_tuned if flags.publish else None
         compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
-    report = html_report.write_report(compared, _out(flags))
+    report = html_report.write_report(compared, _out(flags), unfinished)
     for line in html_report.summary(compared):
         print_once(printable_line(line))
     print_once(printable_line(f"report: {report}"))
@@ -201,10 +203,16 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
 
 
 def _check_out(out: str | None, files: Sequence[str]) -> None:
-    """Refuse an --out that holds one of `files`, or cannot be written, before anything is trained. Creates nothing."""
+    """Refuse an --out that holds one of `files`, or cannot be written, before anything is trained. Creates nothing.
+
+    The report of a command that failed is in nobody's way: the same command replaces it.
+    """
     if out is None:
         return
     check_writable(Path(out), "--out")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json.loads(read_text(Path(out) / "report.json")).get("complete") is False:
+            return
     if held := [name for name in files if (Path(out) / name).exists()]:
         raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
 

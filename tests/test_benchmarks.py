@@ -99,6 +99,14 @@ def test_the_architecture_is_measured_and_named(corpus, monkeypatch):
     assert started and all("--architecture llama" in " ".join(flags) for flags in started)
 
 
+@pytest.mark.long
+def test_both_sides_of_the_training_step_train_the_same(corpus):
+    done = run_script("benchmarks/training_step.py", "--preset", "nano", "--steps", "15", "--data", str(corpus), "--no_record")
+    assert done.returncode == 0, done.stderr
+    difference, rounding = map(float, re.findall(r"at most (\S+) \(up to (\S+) is rounding\)", done.stdout)[0])
+    assert difference <= rounding
+
+
 def test_utilization_leaves_out_each_kernel_in_turn():
     of_other_models, in_compiled_blocks = {"rms_norm", "swiglu", "rotary"}, {"attention", "layer_norm", "gelu"}
     assert set(utilization.KERNELS) == set(FusedKernels.declaration.keys) - of_other_models - in_compiled_blocks
@@ -110,6 +118,14 @@ def test_utilization_leaves_out_each_kernel_in_turn():
 
 def requirements(file: str) -> set[str]:
     return {re.split("[=<>]", name)[0].replace("_", "-").lower() for name in rehearsal.names(file)}
+
+
+def test_torchao_is_installed_for_fp8_only():
+    """Where it is installed, transformers imports it to load any model, and it prints four lines about kernels that nobody asked for."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    asked = {"base": config["options"]["install_requires"], **config["options.extras_require"]}
+    assert [name for name, packages in asked.items() if "torchao" in packages] == ["fp8"]
 
 
 def test_a_gpu_machine_has_or_is_brought_what_the_project_requires():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +67,7 @@ def test_of_runs_without_claims_the_figures_are_said(corpus, tmp_path):
         for seed in (1, 2):
             names.append(f"runs/stage{stage}_{seed}")
             flags = ("--deepspeed_config", f"ds_configs/zero{stage}_bf16.json")
-            write_run(tmp_path / names[-1], description(corpus, *flags, seed=seed), lines(final=final))
+            write_run(tmp_path / names[-1], description(corpus, "--steps", "30", *flags, seed=seed), lines(final=final, steps=30))
     done = compare(*names, "runs/../runs/stage2_2", cwd=tmp_path)  # the last is given twice, and compared once
     assert done.returncode == 0, done.stderr
     assert "zero2_bf16 against zero1_bf16: final validation loss (nats): +0.3000 [+0.3000, +0.3000]; step time" in done.stdout
@@ -231,6 +233,21 @@ def test_runs_that_cannot_start_are_in_the_report_and_fail_the_command(corpus, t
     (absent,) = json.loads((tmp_path / "out" / "report.json").read_text())["absent"]
     assert absent["recipe"] == "zero_1" and absent["reason"].startswith(f"trials/{names[0]}: is a file, not a run folder")
     assert (tmp_path / "out" / "loss.png").exists() and (tmp_path / "trials" / names[0]).read_text() == "no run"
+    shutil.rmtree(tmp_path / "trials")
+    done = compare(*words, cwd=tmp_path)
+    assert done.returncode == 0, "the same command resumes, and replaces the report of its failure"
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["absent"] == []
+    assert compare(*words, cwd=tmp_path).returncode == 2, "and no other"
+
+
+@pytest.mark.parametrize("limit", [50_000, 1_000_000], ids=["loss.png", "report.html"])
+def test_a_report_that_did_not_fit_on_the_disk_is_written_again(limit, runs, tmp_path):
+    def exit_code(limit: object) -> int:
+        words = [sys.executable, "launch/compare.py", *runs, "--out", tmp_path / "out"]
+        return subprocess.run(["prlimit", f"--fsize={limit}", *words], cwd=ROOT, capture_output=True).returncode
+
+    assert exit_code(limit) == 1 and (tmp_path / "out" / "report.json").exists()
+    assert [exit_code("unlimited"), exit_code("unlimited")] == [0, 2]
 
 
 def test_why_a_run_ended_is_its_last_error(tmp_path):

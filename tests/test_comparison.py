@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 
 import pytest
 
 from launch.comparison.comparison import REPEATED, Absent, compare, compare_experiments, differences, group, settings
-from launch.comparison.html_report import answers, figure_row
+from launch.comparison.html_report import _by_seed as by_seed
+from launch.comparison.html_report import answers, figure_row, summary
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
 from launch.training.run_json import INCIDENTAL
 from recipes.claims import Claim
 from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
-from tests.run_folders import description, line, lines, write_run
+from tests.run_folders import description, line, write_run
+from tests.run_folders import lines as lines_of
 
+STEPS = 40
+lines = functools.partial(lines_of, steps=STEPS)
 ZERO_1 = ("--deepspeed_config", "ds_configs/zero1_bf16.json")
 FP32 = ("--deepspeed_config", "ds_configs/zero1_fp32.json")
 PLD = ("--recipe", "recipes/progressive_layer_drop")
@@ -37,7 +42,7 @@ def make(corpus, tmp_path):
     """Writes a run with the description that `flags` have, and reads it; `change` is merged into the description."""
 
     def run(name, flags, seed=1, of_steps=None, change=None, **metrics):
-        said = merged(description(corpus, *flags, seed=seed), change or {})
+        said = merged(description(corpus, "--steps", str(STEPS), *flags, seed=seed), change or {})
         return read_run(write_run(tmp_path / name, said, lines(**metrics) if of_steps is None else of_steps))
 
     return run
@@ -85,6 +90,8 @@ def test_one_pair_has_a_difference_without_an_interval(make):
     (pair,) = compare([make("a", ZERO_1), make("b", PLD, final=4.5)]).pairs
     difference = pair.figures["final_val_loss"].difference
     assert difference and (difference.mean, difference.low, difference.high) == (0.5, None, None)
+    (pair,) = compare([make("c", ZERO_1), make("d", PLD, final=4.00001)]).pairs
+    assert answers(pair)[0] == "progressive_layer_drop ends at the same loss as its control with the only seed."
 
 
 def test_claims_are_judged_with_the_planned_seeds_only(make):
@@ -94,7 +101,7 @@ def test_claims_are_judged_with_the_planned_seeds_only(make):
     (pair,) = comparison.pairs
     assert [verdict.claim for verdict in pair.verdicts] == CLAIMS
     assert {verdict.outcome for verdict in pair.verdicts} == {"holds"} and comparison.remarks == ()
-    unfinished = make("c3", PLD, 3, of_steps=lines()[:15])
+    unfinished = make("c3", PLD, 3, of_steps=lines()[:35])
     for seeds, runs in ((2, own), (4, own), (3, own[:2]), (3, [*own[:2], unfinished])):
         other = on_testbed(control, runs, seeds)
         assert other.pairs[0].verdicts == () and other.pairs[0].figures["final_val_loss"].difference
@@ -127,19 +134,19 @@ def test_a_recipe_without_claims_on_the_testbed_is_not_judged(make):
 def test_the_target_is_the_testbeds_and_no_run_is_dropped(make):
     def falling(final):
         found = lines(final=final)
-        found[10]["val_loss"] = 5.0
+        found[20]["val_loss"] = 5.0
         return found
 
     control = [make(f"a{seed}", ZERO_1, seed, of_steps=falling(4.0)) for seed in (1, 2)]
     own = [make(f"b{seed}", PLD, seed, of_steps=falling(final)) for seed, final in ((1, 4.0), (2, 4.75))]
     comparison = on_testbed(control, own, seeds=2)
     tokens = comparison.pairs[0].figures["tokens_to_target"]
-    # 5.0 after 10 steps and 4.0 after 20: 4.5 after 15 of 1,024 tokens
-    assert tokens.control == {1: 15 * 1024, 2: 15 * 1024} and tokens.other == {1: 15 * 1024, 2: math.inf}
+    # 5.0 after 20 steps and 4.0 after 40: 4.5 after 30 of 1,024 tokens
+    assert tokens.control == {1: 30 * 1024, 2: 30 * 1024} and tokens.other == {1: 30 * 1024, 2: math.inf}
     assert tokens.difference is None and tokens.to_target.bound == ">="
-    assert (tokens.ratio.mean, tokens.ratio.low) == (pytest.approx(math.sqrt(20 / 15)), None)
-    assert comparison.pairs[0].figures["seconds_to_target"].control[1] == 8.5
-    assert figure_row("tokens_to_target", tokens)[1:] == ["15,360 ± 0 (2 of 2)", "reached by 1 of 2", "–", "≥ 1.155"]
+    assert (tokens.ratio.mean, tokens.ratio.low) == (pytest.approx(math.sqrt(40 / 30)), None)
+    assert comparison.pairs[0].figures["seconds_to_target"].control[1] == 16
+    assert figure_row("tokens_to_target", tokens)[1:] == ["30,720 ± 0 (2 of 2)", "reached by 1 of 2", "–", "≥ 1.155"]
     json.dumps(comparison.as_json(), allow_nan=False)
     complete = on_testbed(control[:1], own[:1], seeds=2).pairs[0].figures["tokens_to_target"]
     assert (complete.difference.mean, complete.ratio.mean) == (0.0, 1.0)
@@ -150,7 +157,7 @@ def test_losses_are_compared_at_the_time_at_which_the_faster_run_ends(make):
     """The control takes twice as long: when the recipe ends, the control is halfway, at 6 − (6 − 4) / 2."""
     slow = [{**one, "seconds": 2 * one["seconds"]} for one in lines(final=4.0)]
     start, end = (one["seconds"] for one in (slow[0], slow[-1]))
-    fast = [{**one, "seconds": start + (one["step"] / 20) * (end - start) / 2} for one in lines(final=4.5)]
+    fast = [{**one, "seconds": start + (one["step"] / STEPS) * (end - start) / 2} for one in lines(final=4.5)]
     pair = compare([make("a", ZERO_1, of_steps=slow), make("b", PLD, of_steps=fast)]).pairs[0]
     figure = pair.figures["loss_at_equal_time"]
     assert (figure.control[1], figure.other[1], figure.ratio) == (pytest.approx(5.0), 4.5, None)
@@ -375,7 +382,7 @@ def test_two_recipes_that_are_compared_with_each_other_have_the_role_of_recipes(
         ({"whole_eval": True}, ("validation set", "the whole split at the end in sequences of 128")),
         ({"shape": {"seq_len": 64}}, ("validation set", "128 sequences of 64", "128 sequences of 128")),
         ({"no_cross_document": True}, ("validation set", "attention within documents")),
-        ({"total_tokens": 40_960}, ("token budget (total_tokens)", "40,960", "20,480")),
+        ({"total_tokens": 999}, ("token budget (total_tokens)", "999", "40,960")),
     ],
 )
 def test_losses_of_different_things_are_refused_or_marked(change, values, make):
@@ -396,9 +403,9 @@ def test_losses_of_different_things_are_refused_or_marked(change, values, make):
 
 def test_batch_sizes_that_differ_are_compared_by_the_loss_of_the_whole_split(make):
     whole, end = (*ZERO_1, "--whole_eval"), {"finished": {"whole_val_loss": 4.5}}
-    halved = (*whole, "--global_batch_size", "4", "--steps", "40")
+    halved = (*whole, "--global_batch_size", "4", "--steps", str(2 * STEPS))
     runs = [make(f"a{seed}", whole, seed, change=end) for seed in (1, 2)]
-    runs += [make(f"b{seed}", halved, seed, lines(steps=40), end) for seed in (1, 2)]
+    runs += [make(f"b{seed}", halved, seed, lines(steps=2 * STEPS), end) for seed in (1, 2)]
     comparison = compare(runs)
     (pair,) = comparison.pairs
     assert comparison.mismatches == () and pair.figures["final_val_loss"].difference and "loss_at_equal_time" not in pair.figures
@@ -447,7 +454,7 @@ def test_a_control_that_diverges_leaves_the_claim_open(make):
 
 def test_an_unfinished_run_is_in_no_pair_of_the_final_loss_or_of_sums(make):
     runs = [make(f"a{seed}", ZERO_1, seed) for seed in (1, 2)]
-    runs += [make("b1", PLD, 1), make("b2", PLD, 2, of_steps=lines()[:15])]
+    runs += [make("b1", PLD, 1), make("b2", PLD, 2, of_steps=lines()[:35])]
     comparison = compare(runs)
     (pair,) = comparison.pairs
     of_both = {name for name, figure in pair.figures.items() if figure.difference and figure.difference.low is not None}
@@ -460,6 +467,22 @@ def test_an_unfinished_run_is_in_no_pair_of_the_final_loss_or_of_sums(make):
 def test_a_run_that_has_hardly_begun_is_compared(of_steps, make):
     (pair,) = compare([make("a", ZERO_1, of_steps=of_steps), make("b", PLD, of_steps=of_steps)]).pairs
     assert "final_val_loss" not in pair.figures
+
+
+@pytest.mark.parametrize(("timed", "compared"), [(19, [1]), (20, [1, 2])])
+def test_times_are_compared_of_runs_with_20_timed_steps_or_more(timed, compared, make):
+    """The first ten steps are not timed. With fewer, no form of the output has a ratio of times."""
+    runs = [make(f"a{seed}", ZERO_1, seed, step_seconds=0.5) for seed in (1, 2)]
+    runs += [make("b1", PLD, 1, step_seconds=0.4), make("b2", PLD, 2, of_steps=lines(step_seconds=0.4)[: 11 + timed])]
+    comparison = compare(runs)
+    assert list(comparison.pairs[0].figures["step_seconds"].pairs) == compared
+    short = [make(name, flags, of_steps=lines()[: 11 + timed]) for name, flags in (("c", ZERO_1), ("d", PLD))]
+    comparison = compare(short)
+    (pair,) = comparison.pairs
+    shown = [*answers(pair), *summary(comparison), *map(str, by_seed(pair)), json.dumps(comparison.as_json()["pairs"][0]["figures"])]
+    assert any("as long" in text or "1.000" in text or "step_seconds" in text for text in shown) is (timed == 20)
+    remark = f"times of seed 1 are not compared: {short[0].folder} has {timed} timed steps, those after the first 10 of each start, and 20"
+    assert any(remark in one for one in comparison.remarks) is (timed == 19)
 
 
 # --- report.json ----------------------------------------------------------------------------------------------------------------------

@@ -142,10 +142,10 @@ def make(tree, corpus, tmp_path):
             for seed in range(1, seeds + 1):
                 end = 4.5 + 0.01 * seed + side * (gap + 0.0005 * (-1) ** seed)
                 lost = diverged == seed and side == 1
-                steps = [line(step, step_seconds=0.5 + 0.1 * side) for step in range(21)]
-                for step in range(0, 21, 4):
-                    steps[step]["val_loss"] = None if lost and step == 20 else end + 2 * math.exp(-step / 6)
-                said = description(corpus, "--deepspeed_config", config, seed=seed) | {"commit": at}
+                steps = [line(step, step_seconds=0.5 + 0.1 * side) for step in range(31)]
+                for step in range(0, 31, 5):
+                    steps[step]["val_loss"] = None if lost and step == 30 else end + 2 * math.exp(-step / 6)
+                said = description(corpus, "--steps", "30", "--deepspeed_config", config, seed=seed) | {"commit": at}
                 runs.append(read_run(write_run(folder / f"{side}-{seed}", said, steps)))
             sides.append(runs)
         return compare_experiments([(read_recipe(recipe_pages.ROOT / "recipes" / RECIPE), read_testbed(TESTBED), *sides)])

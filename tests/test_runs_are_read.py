@@ -41,6 +41,7 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
     assert run.measures == pytest.approx(
         {
             "final_val_loss": 4.25,
+            "timed_steps": 10,
             "step_seconds": 1.55,  # the mean of 1.1, 1.2, ..., 2.0
             "tokens_per_second": (2048 * 13.5 + 4096 * 2.0) / 15.5,  # all tokens over all seconds
             "mfu": (0.25 * 6.5 + 0.5 * 9.0) / 15.5,
@@ -60,7 +61,7 @@ def test_no_sums_are_taken_over_lines_that_lack_steps(said, tmp_path):
     steps = [one | {"bytes_sent": 10, "flops": 100, "grad_norm": 1.0} for one in lines(final=4.25)]
     run = read_run(write_run(tmp_path / "r", said, [*steps[:8], *steps[12:]]))
     assert run.finished and run.remarks == ("metrics.jsonl lacks 4 of 20 steps, so times per step, sums and spikes are not compared",)
-    assert set(run.measures) == {"final_val_loss", "seconds", "peak_memory_bytes"}
+    assert set(run.measures) == {"final_val_loss", "timed_steps", "seconds", "peak_memory_bytes"}
 
 
 def test_the_steps_around_a_resume_are_not_timed(said, tmp_path):
@@ -185,7 +186,11 @@ def test_a_file_cut_at_any_byte_is_read_up_to_there(said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["no JSON", "[1]", "{}", '{"step": "7"}', '{"step": true}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"]
+    "damage",
+    [
+        *("no JSON", "[1]", "{}", '{"step": "7"}', '{"step": true}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"),
+        *('{"step": 8, "loss": "4.1"}', '{"step": 8, "loss": [4.1]}', '{"step": 8, "tokens": true}', '{"step": 8, "val_loss": {}}'),
+    ],
 )
 def test_a_damaged_line_is_left_out_and_the_good_ones_after_it_are_read(damage, said, tmp_path):
     folder = write_run(tmp_path / "r", said, lines())
@@ -195,6 +200,14 @@ def test_a_damaged_line_is_left_out_and_the_good_ones_after_it_are_read(damage, 
     run = read_run(folder)
     np.testing.assert_array_equal(run.columns["step"], [*range(8), *range(9, 21)])
     assert "metrics.jsonl: 1 damaged line skipped" in run.remarks[0] and "line 9" in run.remarks[0]
+
+
+@pytest.mark.parametrize("wrong", [{"loss": "4.0"}, {"val_loss": []}, {"tokens": "20480"}])
+def test_a_last_line_with_wrong_types_is_damaged_and_not_a_divergence(wrong, said, tmp_path):
+    steps = lines()
+    run = read_run(write_run(tmp_path / "r", said, [*steps[:-1], steps[-1] | wrong]))
+    assert (run.state, run.diverged) == ("unfinished", False)
+    assert run.remarks[0] == "metrics.jsonl: 1 damaged line skipped, first line 21"
 
 
 def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):

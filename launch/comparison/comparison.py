@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from launch.comparison.runs import NOT_REMARKED, Run
+from launch.comparison.runs import MIN_TIMED_STEPS, NOT_REMARKED, WARM_UP_STEPS, Run
 from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
 from launch.comparison.verdicts import Interval, Verdict, judge, paired_interval
 from launch.config.optimizer import without_defaults
@@ -63,7 +63,7 @@ FIGURES = {
     "warmup_spikes": ("spikes of the gradient norm in the warm-up", 1, 1),
     "spikes": ("spikes of the gradient norm after the warm-up", 1, 1),
 }
-#: Figures that depend on the speed of the machine, and so can be compared only between interleaved runs.
+#: Figures that depend on the speed of the machine, and so can be compared only between interleaved runs of `MIN_TIMED_STEPS` or more.
 TIMED = {EQUAL_TIME, "tokens_per_second", "step_seconds", "mfu", "seconds", "seconds_to_target"}
 #: Figures that are not shown if they are 0 in every run.
 SHOWN_IF_ANY = {"bytes_per_step", "bytes_sent", "skipped_steps"}
@@ -434,10 +434,11 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
         if not same_evaluations and name in (EQUAL_TIME, *TO_TARGET):
             return None
         if name in TO_TARGET:
-            return _to_target(runs, TO_TARGET[name], testbed.target_loss) if testbed else None
+            sides = [_timed(one) if name in TIMED else one for one in runs]
+            return _to_target(sides, TO_TARGET[name], testbed.target_loss) if testbed else None
         before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
         if name == EQUAL_TIME:
-            before, after = losses_at_equal_time(*runs)
+            before, after = losses_at_equal_time(*map(_timed, runs))
         values = (*before.values(), *after.values())
         if not values or (name in SHOWN_IF_ANY and not any(values)):
             return None
@@ -501,7 +502,14 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
     if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
-    if not pair.interleaved:
+    untimed = [run for seed in pair.seeds for run in (control[seed], own[seed]) if run.timed_steps < MIN_TIMED_STEPS]
+    if untimed:
+        run = min(untimed, key=lambda run: run.timed_steps)
+        yield (
+            f"times of seed {', '.join(map(str, sorted({run.seed for run in untimed})))} are not compared: {run.folder} has"
+            f" {run.timed_steps:.0f} timed steps, those after the first {WARM_UP_STEPS} of each start, and {MIN_TIMED_STEPS} are needed"
+        )
+    if not pair.interleaved and {run.seed for run in untimed} != {*pair.seeds}:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
         yield "not all runs used the same machine, so differences in time and memory may come from the machine"
@@ -531,8 +539,14 @@ def _is_expected(key: str, pair: Pair) -> bool:
 
 
 def _comparable_measures(run: Run) -> dict[str, float]:
-    """The measures of a run, without sums if it ended early."""
-    return {name: value for name, value in run.measures.items() if run.finished or name not in SUMS}
+    """The measures of a run, without sums if it ended early, and without times if it has too few timed steps."""
+    left_out = (set() if run.finished else SUMS) | (set() if _timed({0: run}) else TIMED)
+    return {name: value for name, value in run.measures.items() if name not in left_out}
+
+
+def _timed(runs: Mapping[int, Run]) -> dict[int, Run]:
+    """The runs whose times can be compared."""
+    return {seed: run for seed, run in runs.items() if run.timed_steps >= MIN_TIMED_STEPS}
 
 
 def losses_at_equal_time(control: Mapping[int, Run], other: Mapping[int, Run]) -> tuple[dict[int, float], dict[int, float]]:

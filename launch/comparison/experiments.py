@@ -178,8 +178,10 @@ def share_cores(flags: argparse.Namespace, ranks: int) -> None:
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
     """Train the runs that have not ended: those of a batch interleaved, or with `--parallel`, several at the same time.
 
-    Returns name -> reason for the runs that failed.
+    Returns name -> reason for the runs that failed. Raises UsageError as `Trial.check_folder` does.
     """
+    for trial in (trial for trials in batches for trial in trials):
+        trial.check_folder(runs_dir / trial.name)
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     if flags.parallel:
         missing = [[trial for trials in missing for trial in trials]]

@@ -68,12 +68,21 @@ def new_folder(name: str) -> Path:
     raise AssertionError("there is always a free number")
 
 
-def write_report(comparison: Comparison, out: Path) -> Path:
-    """Write `report.html`, `report.json` and `loss.png` into the folder `out`, and return the page."""
+def write_report(comparison: Comparison, out: Path, unfinished: Sequence[str] = ()) -> Path:
+    """Write `report.html`, `report.json` and `loss.png` into the folder `out`, and return the page.
+
+    `"complete"` in `report.json` is false until all is written, and if runs are `unfinished`: the same command may then replace the report.
+    """
+
+    def write_json(complete: bool) -> None:
+        write_atomically(out / "report.json", json.dumps({"complete": complete, **comparison.as_json()}, indent=1, allow_nan=False) + "\n")
+
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "report.json", json.dumps(comparison.as_json(), indent=1, allow_nan=False) + "\n")
+    write_json(complete=False)
     draw_losses(comparison, out / "loss.png")
-    return write_page(comparison, out)
+    page = write_page(comparison, out)
+    write_json(complete=not unfinished)
+    return page
 
 
 def summary(comparison: Comparison) -> Iterator[str]:
@@ -150,7 +159,7 @@ def answers(pair: Pair) -> list[str]:
         else:
             includes = ", which includes 0" if loss.low <= 0 <= loss.high else ""
             interval = f" (95% interval {signed(loss.low)} to {signed(loss.high)}{includes})"
-        gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if loss.mean else "at the same loss as"
+        gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if round(loss.mean, 4) else "at the same loss as"
         found.append(f"{name} ends {gap} {control}{rest}{interval}.")
     speed = pair.figures["tokens_per_second"].ratio if "tokens_per_second" in pair.figures else None
     if speed is not None:

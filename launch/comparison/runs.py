@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from launch.config.token_schedule import TOKEN_SCHEDULES
-from launch.formats.metrics import by_step, is_finite_number, read_run_json, read_valid_lines
+from launch.formats.metrics import COLUMNS, by_step, is_finite_number, read_run_json, read_valid_lines
 from launch.training.run_json import NO_EFFECT_ON_NUMBERS, starts_of
 
 Column = npt.NDArray[np.float64]
 
-#: The columns that every run has, filled with NaN if its lines lack them.
-COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
 #: Steps after each start that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
+#: The fewest timed steps of a run whose times are compared. The mean of fewer follows a few slow moments of the machine.
+MIN_TIMED_STEPS = 20
 #: Keys whose change by a resume is not remarked.
 NOT_REMARKED = {*NO_EFFECT_ON_NUMBERS, "commit", "machine", "corpus", "histogram_every", "block_similarity"}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
@@ -68,6 +68,11 @@ class Run:
     @property
     def seed(self) -> int:
         return int(self.description["seed"])
+
+    @property
+    def timed_steps(self) -> float:
+        """The steps that the means of time are over; infinite for runs that were published before they were counted."""
+        return self.measures.get("timed_steps", math.inf)
 
     @property
     def state(self) -> str:
@@ -181,7 +186,8 @@ def _measures(
     final_val_loss: nats per token, of the whole validation split with `--whole_eval`, otherwise of the last evaluation; +inf if the
     run diverged, absent if it is unfinished or was not evaluated at its end.
     step_seconds: the mean over the steps after the first `WARM_UP_STEPS` of each start, without the last step before each resume: when
-    several runs are stopped together, all make that step at the same time. tokens_per_second, mfu: of these steps together.
+    several runs are stopped together, all make that step at the same time. timed_steps: their number. tokens_per_second, mfu: of these
+    steps together.
     seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
     skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the rate's warm-up and after it whose
     gradient norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
@@ -207,6 +213,7 @@ def _measures(
     timed = step > WARM_UP_STEPS
     for last in resumed_after:
         timed &= (step < last) | (step > last + WARM_UP_STEPS)
+    measures["timed_steps"] = float((timed & np.isfinite(seconds)).sum())
     summarize("step_seconds", np.mean, rows=timed)
     for name in ("tokens_per_second", "mfu"):  # rates: their means over time
         values = columns.get(name, np.full(len(seconds), np.nan))

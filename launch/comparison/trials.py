@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ import psutil
 from launch.config.explain import memory_of
 from launch.config.flags import as_words, suggested_flags, without
 from launch.config.hardware import cpu_instructions, device_type, gpus
-from launch.config.run_config import RunConfig, resolve
+from launch.config.run_config import SCRATCH, RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
+from launch.formats.metrics import read_run_json
 from launch.training.provenance import machine, versions
 from launch.training.run_json import NO_EFFECT_ON_NUMBERS
 from model.presets import FIELDS
@@ -55,6 +57,15 @@ class Trial:
     @property
     def seed(self) -> int:
         return self.config.seed
+
+    def check_folder(self, run: Path) -> None:
+        """Raise UsageError if the folder `run`, which has the name of this run, holds another one."""
+        file = run / "run.json"
+        if os.path.exists(file) and _name(self.config, described := read_run_json(file)) != self.name:
+            raise UsageError(
+                f"{file}: describes another run than the folder's name stands for (run_name: {json.dumps(described.get('run_name'))});"
+                " rename the folder back, or remove it, and the same command trains the run again"
+            )
 
 
 @dataclass(frozen=True)
@@ -149,12 +160,19 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
         raise CannotRun(reason.faults[0].removeprefix(f"{ROOT}/")) from None
     if config.lacks:
         raise CannotRun(config.lacks[0].removeprefix(f"{ROOT}/"))
-    numbers = {key: value for key, value in config.as_json().items() if key not in NOT_HASHED}
-    numbers["corpus"] = config.corpus.fingerprint
+    return Trial(_name(config, {**config.as_json(), "corpus_fingerprint": config.corpus.fingerprint}), tuple(flags), config)
+
+
+def _name(config: RunConfig, described: dict[str, Any]) -> str:
+    """The name of the run that `described` has the values of. It is that of `config` only if the values are."""
+    numbers = {key: described.get(key) for key in config.as_json() if key not in NOT_HASHED}
+    numbers["corpus"] = described["corpus_fingerprint"]
     numbers["code"] = _code(bool(config.built_techniques.members))
     numbers["environment"] = _environment()
-    key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
-    return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
+    # "nvme_path": "auto" is resolved to a folder whose path contains the run's name.
+    scratch = json.dumps(str(Path(str(described.get("runs_dir"))) / str(described.get("run_name")) / SCRATCH))
+    key = hashlib.sha256(json.dumps(numbers, sort_keys=True).replace(scratch, '"auto"').encode()).hexdigest()[:8]
+    return f"{Path(described['config_file']).stem}-{key}-seed{described['seed']}"
 
 
 @functools.cache

@@ -201,8 +201,9 @@ def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
     files = [folder / "tuning.json" for folder in folders]
     for file in files:
         merged = {**read_committed(file), **found}
-        _write_json(file, merged)
+        file.parent.mkdir(parents=True, exist_ok=True)
         draw_tuning(merged, file.with_suffix(".png"))
+        _write_json(file, merged)  # last: with it, the folder is not written to again
     return files
 
 

@@ -33,6 +33,8 @@ OPTIONAL_RUN_KEYS: Types = {
     "finished.step": (int,),
     "finished.tokens": (int,),
 }
+#: The numbers of a line that every reader needs; null where one is not finite.
+COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
 #: The displayed training loss is a mean over this many steps, because the loss of one batch is noisy.
 MEAN_STEPS = 50
 
@@ -67,12 +69,14 @@ def split_lines(content: bytes) -> list[bytes]:
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """The JSON object on one line, or None if it is damaged: not an object with an integer `step`."""
+    """The JSON object on one line, or None if it is damaged: not an object with an integer `step` and numbers or null in `COLUMNS`."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    return line if all(type(line.get(name)) in (int, float, type(None)) for name in COLUMNS) else None
 
 
 def is_finite_number(value: Any) -> bool:

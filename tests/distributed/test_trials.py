@@ -21,14 +21,17 @@ import pytest
 
 from launch.comparison import interleaved
 from launch.comparison import trials as planning
-from launch.comparison.experiments import _plan, script_of
+from launch.comparison.experiments import _plan, script_of, train_missing
 from launch.comparison.interleaved import InterleavedRun, run_interleaved, run_parallel
 from launch.comparison.trials import CODE, CannotRun, Trial, fitting_groups, in_order, plan_experiment, settings_on
+from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.training.interleaving import STEPS
+from launch.training.provenance import describe_run
 from recipes.registry import ROOT, read_recipe, read_testbed
 from tests.helpers import resumed_after
+from tests.run_folders import write_run
 
 #: Without --data: it differs from test to test.
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--global_batch_size", "2", "--eval_batches", "1"]
@@ -285,6 +288,22 @@ def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
             patch.setattr(planning, "_environment", planning._environment.__wrapped__)
             elsewhere = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), flags(corpus), [1], 2)
         assert elsewhere.own[0].name != experiments["zero_1"].own[0].name
+
+
+def test_a_folder_that_holds_another_run_than_its_name_is_refused(corpus, tmp_path):
+    other, own = trials(corpus, ranks=2)
+    for trial in (own, other):
+        config, _ = resolve([*trial.flags, "--runs_dir", str(tmp_path), "--run_name", trial.name], 2)
+        write_run(tmp_path / trial.name, describe_run(config), [])
+        trial.check_folder(tmp_path / trial.name)
+    own.check_folder(tmp_path / "nothing")
+    (tmp_path / own.name).rename(tmp_path / "x")
+    (tmp_path / other.name).rename(tmp_path / own.name)
+    with pytest.raises(UsageError, match=rf"{own.name}/run\.json: describes another run .*run_name: \"{other.name}\""):
+        train_missing(argparse.Namespace(parallel=None, at_once=None), [[own]], tmp_path)
+    nvme = ["--deepspeed_config", "ds_configs/zero_infinity.json", *flags(corpus)]  # "nvme_path": "auto" contains the run's name
+    described = (resolve([*nvme, *where], 2)[0] for where in ((), ("--runs_dir", str(tmp_path), "--run_name", "y")))
+    assert len({planning._name(config, describe_run(config)) for config in described}) == 1
 
 
 @pytest.mark.parametrize(("given", "seeds"), [(None, [*range(1, 9)]), (2, [201, 202])])
