@@ -276,7 +276,7 @@ def test_what_is_not_tuned_is_named_before_it_is_trained(monkeypatch, capsys):
     monkeypatch.setattr(experiments, "check_corpus", lambda _: None)
     lamb = read_recipe(ROOT / "recipes" / "lamb")
     own = replace(lamb.experiments["nano-0.5M"], tuned={})
-    monkeypatch.setattr(experiments, "read_recipe", lambda _: replace(lamb, experiments={"nano-0.5M": own}))
+    monkeypatch.setattr(experiments, "open_recipe", lambda _: replace(lamb, experiments={"nano-0.5M": own}))
     monkeypatch.setattr(experiments, "_plan", lambda *_: 1 / 0)  # so that no corpus is needed
     with pytest.raises(ZeroDivisionError):
         experiments.run_experiments([ROOT / "recipes" / "lamb"], [], build_parser().parse(["--recipe", "recipes/lamb"]))
