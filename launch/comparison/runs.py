@@ -82,8 +82,7 @@ class Run:
 
 def _end(description: dict[str, Any]) -> dict[str, Any]:
     """The entry of `run.json` about the end of the run; {} before it."""
-    end = description.get("finished")
-    return end if isinstance(end, dict) else {}
+    return description.get("finished") or {}
 
 
 def read_run(folder: str | Path) -> Run:
@@ -102,8 +101,7 @@ def read_run(folder: str | Path) -> Run:
     remarks = [skipped] if skipped else []
     if not lines:
         remarks.append("metrics.jsonl contains no step")
-    changes = (start.get("changes") for start in starts_of(description))
-    changed = [str(line) for lines_of_resume in changes if isinstance(lines_of_resume, list) for line in lines_of_resume]
+    changed = [line for start in starts_of(description) for line in start.get("changes") or ()]
     if settings := [line for line in changed if re.split("[.:]", line)[0] not in NOT_REMARKED]:
         remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")
     columns = _columns(lines)
