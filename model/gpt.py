@@ -285,7 +285,6 @@ class GPT(nn.Module):
 
     Initial weights are a pure function of (config.init_seed, parameter name), also under `deepspeed.zero.Init`: N(0, 0.02^2), divided by
     sqrt(2 n_layer) for the projections onto the residual stream; biases 0, norms 1, padded rows of the embedding and the head 0.
-    `config.init_noise` adds noise to what is drawn.
     """
 
     def __init__(self, config: GPTConfig):

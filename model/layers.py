@@ -22,24 +22,15 @@ def generator_for(place: str) -> torch.Generator:
 def draw_normal(parameter: torch.Tensor, std: float, config: GPTConfig, name: str, rows: int | None = None) -> None:
     """Fills `parameter` with N(0, std^2), a pure function of (config.init_seed, name); rows from `rows` on are set to zero.
 
-    Noise N(0, (config.init_noise x std)^2) is added, from its own generator, so that it does not change the drawn weights.
-
     The numbers are drawn in fp32 on the CPU and rounded to the parameter's dtype, so all devices, ranks and orders of construction start
     from the same model, and bf16 weights are the rounded fp32 weights. A parameter on the meta device is not changed.
     """
     if parameter.is_meta:
         return
     rows = len(parameter) if rows is None else rows
-
-    def normal(std: float, place: str) -> torch.Tensor:
-        # torch.normal, because deepspeed.zero.Init replaces torch.empty and torch.randn with versions that ignore the dtype argument.
-        size, generator = (rows, *parameter.shape[1:]), generator_for(f"{config.init_seed}/{place}")
-        return torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu")
-
-    drawn = normal(std, name)
-    if config.init_noise:
-        drawn += normal(config.init_noise * std, f"{name}/noise")
-    parameter[:rows].copy_(drawn)
+    # torch.normal, because deepspeed.zero.Init replaces torch.empty and torch.randn with versions that ignore the dtype argument.
+    size, generator = (rows, *parameter.shape[1:]), generator_for(f"{config.init_seed}/{name}")
+    parameter[:rows].copy_(torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu"))
     parameter[rows:].zero_()
 
 

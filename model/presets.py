@@ -98,13 +98,11 @@ class ModelShape:
 class GPTConfig(ModelShape):
     """A shape with its vocabulary and seed: everything that `model.gpt.GPT` and its initial weights depend on.
 
-    init_noise: the standard deviation of the noise that is added to the initial weights, in units of theirs.
     document_end: the token that ends a document, which attention then does not cross; None if each row is one text.
     """
 
     vocab_size: int
     init_seed: int = 0
-    init_noise: float = 0.0
     document_end: int | None = None
 
     def __post_init__(self) -> None:

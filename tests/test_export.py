@@ -633,10 +633,6 @@ def test_a_resumed_run_keeps_where_it_began(one_rank, folder, corpus, tmp_path):
     assert "init_from" not in log
 
 
-def test_weights_that_are_read_are_not_perturbed(folder, corpus):
-    assert "--perturb_init" in starting(folder, corpus, *SHAPE, "--perturb_init", "1e-3")
-
-
 # --- tokenizers ----------------------------------------------------------------------------------------------------------------------
 
 

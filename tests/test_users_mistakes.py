@@ -83,7 +83,6 @@ WRONG_FLAGS = {
     "--seed": ["-1", "1e30"],
     "--eval_every": ["-1"],
     "--eval_batches": ["0"],
-    "--perturb_init": ["-1", "2", "nan", "x"],
     "--save_every": ["x"],
     "--keep": ["0"],
     "--resume": ["maybe", "", "true"],

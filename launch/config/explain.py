@@ -71,7 +71,7 @@ FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a s
 #: The run's own values, in the order of the flags' help. Values of the DeepSpeed JSON are shown with it.
 RUN_VALUES = (
     *("preset", "architecture", *SIZES, *FIELDS, "no_cross_document", "data", "init_from", "branch_from", "steps", "seed", "run_name"),
-    *("runs_dir", "perturb_init", "resume", "eval_every", "eval_batches", "whole_eval", "save_every", "keep", "checkpoint_store"),
+    *("runs_dir", "resume", "eval_every", "eval_batches", "whole_eval", "save_every", "keep", "checkpoint_store"),
     *("histogram_every", "block_similarity", "spike_rule", "hang_timeout", "ranks"),
 )
 

@@ -132,14 +132,6 @@ def build_parser() -> Parser:
         "data; for example runs/long/checkpoints/step-00000300",
     )
     run.add_argument(
-        "--perturb_init",
-        type=real_number(0, 1),
-        default=0.0,
-        metavar="SIGMA",
-        help="add normal noise to the initial weights, SIGMA x their standard deviation, for example 1e-3, to measure how far two runs "
-        "on the same data drift apart (0)",
-    )
-    run.add_argument(
         "--resume",
         nargs="?",
         const=True,

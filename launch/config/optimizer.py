@@ -88,7 +88,8 @@ def without_defaults(description: dict[str, Any]) -> dict[str, Any]:
     rules = {cls.declaration.section: cls.declaration.keys for cls in technique_classes()}
     params = _without_defaults(optimizer.get("params") or {}, _keys(optimizer.get("type")))
     techniques = {name: _without_defaults(section, rules.get(name, {})) for name, section in sections.items()}
-    return description | {"optimizer": optimizer | {"params": params}, "techniques": techniques}
+    kept = {key: value for key, value in description.items() if (key, value) != ("perturb_init", 0)}  # only earlier versions had it
+    return kept | {"optimizer": optimizer | {"params": params}, "techniques": techniques}
 
 
 def has_rate_of_its_own(optimizer: dict[str, Any]) -> bool:

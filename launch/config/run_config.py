@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OFFLOADS = tuple(OFFLOAD_STAGES)
 #: Flags that a run takes as they are.
 AS_GIVEN = (
-    *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "perturb_init", "branch_from"),
+    *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "branch_from"),
     *("eval_batches", "whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout"),
     "quiet",
 )
@@ -80,7 +80,6 @@ class RunConfig(Run):
     no_cross_document: bool
     init_from: str | None
     branch_from: str | None  # a checkpoint of another run
-    perturb_init: float
     recipe: str | None
     config_file: str
     lr: float
@@ -121,7 +120,6 @@ class RunConfig(Run):
             **asdict(self.shape),
             vocab_size=self.vocab_size,
             init_seed=self.seed,
-            init_noise=self.perturb_init,
             document_end=end if self.no_cross_document else None,
         )
 
@@ -243,8 +241,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     engine.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
-    if len(starts := [f"--{name}" for name in ("init_from", "branch_from", "perturb_init") if getattr(flags, name)]) > 1:
-        engine.fault_of_run(f"{' and '.join(starts)}: each sets the initial weights; give one of them")
+    if flags.init_from and flags.branch_from:
+        engine.fault_of_run("--init_from and --branch_from: each sets the initial weights; give one of them")
     if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):
         engine.lacks.append(lacking)
     ours = {cls.declaration.optimizer_type for cls in registry.technique_classes()}

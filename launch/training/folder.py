@@ -36,7 +36,7 @@ from launch.training.branch import start_branch
 from launch.training.exponents import overall
 from launch.training.metrics_writer import METRICS_FILE, MetricsWriter
 from launch.training.provenance import describe_run
-from launch.training.run_json import INITIAL_WEIGHTS, resume_description
+from launch.training.run_json import resume_description
 
 #: Files that a killed or refused start may leave in a folder that has no run.json yet.
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints", SCRATCH)
@@ -210,7 +210,7 @@ class RunFolder:
         Call it again after a rewind.
         """
         if step == 0:  # a resume without a checkpoint begins with the weights of its own command
-            self._description |= {key: self._command.get(key) for key in INITIAL_WEIGHTS}
+            self._description["init_from"] = self._command.get("init_from")
         with _one_line_on_os_error(self.path):
             remove_unfinished(self.path)
             self._write_run_json(finished=None)

@@ -27,8 +27,6 @@ INCIDENTAL = (
 )
 #: Values that do not affect a run's numbers, beside circumstances such as the commit and the machine.
 NO_EFFECT_ON_NUMBERS = (*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "save_every", "keep")
-#: Ignored on a resume from a checkpoint, which has the weights.
-INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
 
 def resume_description(
@@ -51,10 +49,10 @@ def resume_description(
     changes = [
         f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
         for key, value in without_defaults(description).items()
-        if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
+        if key not in (*INCIDENTAL, "init_from")  # a checkpoint has the weights
         for name, old, new in differences(key, last.get(key), value)
     ]
-    first_start = ("created", "command", "interleaved", "commit", "run_id", "branch_from", *INITIAL_WEIGHTS)
+    first_start = ("created", "command", "interleaved", "commit", "run_id", "branch_from", "init_from")
     resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")} | {"changes": changes}
     kept = {key: before.get(key) for key in (*first_start, "finished")}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes

@@ -667,9 +667,9 @@ def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
 
 def test_run_json_keeps_the_initial_weights_unless_the_run_starts_anew(tmp_path):
     """Also on a host without checkpoints: the store has them, and the folder is opened first."""
-    begin_run(tmp_path / "r", description(resume=False) | {"init_from": "gpt2", "perturb_init": 0.0})
+    begin_run(tmp_path / "r", description(resume=False) | {"init_from": "gpt2"})
     for step, init_from in ((3, "gpt2"), (0, None)):
-        folder = RunFolder(tmp_path / "r", description(resume=True) | {"init_from": None, "perturb_init": 0.0}, quiet=True)
+        folder = RunFolder(tmp_path / "r", description(resume=True) | {"init_from": None}, quiet=True)
         folder.begin(step)
         folder.close()
         assert json.loads((tmp_path / "r" / "run.json").read_text())["init_from"] == init_from
