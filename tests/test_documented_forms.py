@@ -209,6 +209,12 @@ def test_what_is_off_or_auto_is_accepted(values, corpus, tmp_path):
     assert "auto" not in config.engine["zero_optimization"].values()
 
 
+def test_auto_is_accepted_for_parameters_without_effect(corpus):
+    params = [word for key in ("cuda_aware", "comm_backend_name") for word in ("--set", f"optimizer.params.{key}=auto")]
+    config, _ = resolve(["--deepspeed_config", "ds_configs/one_bit_adam.json", "--data", str(corpus), *params], ranks=2)
+    assert sum("has no effect here" in note for note in config.notes) == 2
+
+
 def test_an_old_name_is_refused_with_what_to_write_instead(corpus, tmp_path):
     with pytest.raises(UsageError, match=r": line \d+: 'aio.thread_count' is an old name; write 'intra_op_parallelism' instead"):
         resolve(["--deepspeed_config", written(BF16 | {"aio": {"thread_count": 2}}, tmp_path), "--data", str(corpus)])

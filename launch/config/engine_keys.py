@@ -17,7 +17,7 @@ from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import nearest_name
 from launch.formats.json_lines import KeyPath, dotted
 from recipes.registry import technique_classes
-from recipes.technique import Technique
+from recipes.technique import Declaration, Technique
 
 #: The parameters of every optimizer but SGD; `betas` is checked in `launch.config.optimizer`.
 PARAMS: Rules = {
@@ -65,10 +65,14 @@ def check_engine_keys(engine: EngineJson, ours: Rules) -> None:
 
 def section_rule(technique: type[Technique]) -> Rule:
     """The rule of the section that `technique` reads; it may be `"auto"` if one of its keys may."""
-    declared = technique.declaration
-    keys = {key: rule | {"auto": True} if key in declared.ignored else rule for key, rule in declared.keys.items()}
-    auto = any(rule.get("auto") for rule in declared.keys.values())
-    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **keys}, "auto": auto}
+    keys = technique.declaration.keys
+    auto = any(rule.get("auto") for rule in keys.values())
+    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **declared_rules(technique.declaration)}, "auto": auto}
+
+
+def declared_rules(declared: Declaration) -> Rules:
+    """The rules of a technique's keys, where `"auto"` is accepted for those without effect."""
+    return {key: rule | {"auto": True} if key in declared.ignored else rule for key, rule in declared.keys.items()}
 
 
 def check_section(engine: EngineJson, path: KeyPath, rules: Rules) -> None:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from launch.config.engine_json import EngineJson
-from launch.config.engine_keys import ADAM_PARAMS, PARAMS, SGD_PARAMS, check_section, fill_defaults
+from launch.config.engine_keys import ADAM_PARAMS, PARAMS, SGD_PARAMS, check_section, declared_rules, fill_defaults
 from launch.config.engine_schema import Rules
 from launch.errors import nearest
 from model.presets import Preset
@@ -48,7 +48,8 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if "lr" in declaration.auto_params:
         usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
     params = engine.get(*PATH) or {}
-    check_section(engine, PATH, PARAMS | declaration.keys if kind in declared else ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS)
+    own = PARAMS | declared_rules(declaration)
+    check_section(engine, PATH, own if kind in declared else ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS)
     betas = params.get("betas", "auto")
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
