@@ -26,10 +26,10 @@ from launch.config.flags import as_words, whole_number
 from launch.config.run_config import resolve
 from launch.errors import UsageError, nearest, run_command
 from launch.formats.metrics import read_metrics
-from launch.training.folder import RunFolder
 from launch.training.observers import Observer
-from launch.training.provenance import describe_run, machine, repository_commit, versions
-from launch.training.signals import StopRequest
+from launch.training.ranks.signals import StopRequest
+from launch.training.run_folder.folder import RunFolder
+from launch.training.run_folder.provenance import describe_run, machine, repository_commit, versions
 from model.presets import ARCHITECTURES
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from benchmarks.report import WARM_UP_STEPS
 from launch.config.flags import whole_number
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from launch.training.interleaving import Interleaving
+from launch.training.ranks.interleaving import Interleaving
 
 QUICK = ("--preset", "nano", "--steps", "20")
 
@@ -46,7 +46,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     import torch
 
     from launch.config.hardware import quiet_deepspeed
-    from launch.training.distributed import start_ranks
+    from launch.training.ranks.distributed import start_ranks
 
     config, _ = resolve(flags)
     collectives = start_ranks()  # as on our side: threads, no unused extension

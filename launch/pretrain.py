@@ -30,10 +30,10 @@ from launch.config.ranks import learn_rank, require_launcher
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.formats.checkpoint_files import what_resume_does
-from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume, open_run_folder
-from launch.training.monitors import check_monitors
 from launch.training.observers import Observer, Observers
-from launch.training.signals import StopRequest, exit_code
+from launch.training.ranks.signals import StopRequest, exit_code
+from launch.training.run_folder.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume, open_run_folder
+from launch.training.run_folder.monitors import check_monitors
 from recipes.technique import whole_step
 
 #: The largest corpus, in bytes, whose hashes rank 0 checks at the start while the others wait: about ten seconds.
@@ -54,9 +54,9 @@ def main() -> int:
     if config.lacks:
         raise UsageError(*config.lacks)
     # After parsing: imports torch and DeepSpeed.
-    from launch.training.distributed import have_met, leave_ranks
+    from launch.training.checkpoints.store import CheckpointStore, check_store
     from launch.training.engine import check_device
-    from launch.training.store import CheckpointStore, check_store
+    from launch.training.ranks.distributed import have_met, leave_ranks
 
     check_device(config)  # before the run's folder is made
     folder: RunFolder | NoFolder = NoFolder()
@@ -93,17 +93,17 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     observers: watch the run (`launch/training/observers.py`); the same on all ranks.
     """
     # Here, so that --help does not wait seconds for torch and DeepSpeed.
-    from launch.training.checkpoint import Checkpoints, check_shared
-    from launch.training.distributed import start_ranks
+    from launch.training.checkpoints.checkpoint import Checkpoints, check_shared
+    from launch.training.checkpoints.store import CheckpointStore
     from launch.training.engine import start_engine
     from launch.training.evaluation import Evaluation
-    from launch.training.heartbeat import CHECKPOINT, Heartbeat
     from launch.training.histograms import GradientHistograms
     from launch.training.meter import Meter
-    from launch.training.progress import Progress, describe_start
+    from launch.training.ranks.distributed import start_ranks
+    from launch.training.ranks.heartbeat import CHECKPOINT, Heartbeat
+    from launch.training.run_folder.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
     from launch.training.spikes import SpikeRule
-    from launch.training.store import CheckpointStore
 
     collectives = start_ranks()
     path = Path(config.runs_dir) / config.run_name

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.config.run_config import ROOT, resolve
-from launch.training.provenance import describe_run
+from launch.training.run_folder.provenance import describe_run
 
 #: Of `description` without other flags: 8 sequences of 128 tokens, 20 steps.
 TOKENS = 1024

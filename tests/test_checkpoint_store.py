@@ -15,8 +15,8 @@ import pytest
 from launch.config.store_url import check_url
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import DamagedCheckpoint, checkpoint_name, file_entry, state_text, verify
-from launch.training import store as store_module
-from launch.training.store import CheckpointStore, StoreError, Uploads, check_store
+from launch.training.checkpoints import store as store_module
+from launch.training.checkpoints.store import CheckpointStore, StoreError, Uploads, check_store
 from tests.helpers import ROOT, refusal
 from tests.object_store import Proxy, environment, s3_server
 

@@ -15,7 +15,7 @@ from launch.comparison.html_report import _by_seed as by_seed
 from launch.comparison.html_report import answers, figure_row, summary
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
-from launch.training.run_json import INCIDENTAL
+from launch.training.run_folder.run_json import INCIDENTAL
 from recipes.claims import Claim
 from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
 from tests.run_folders import description, line, write_run

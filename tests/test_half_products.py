@@ -15,7 +15,7 @@ def printed(code: str, **values: object) -> list[str]:
     """What `code` prints in a process of its own, in which oneDNN has no product of bf16 or fp16."""
     start = f"""
         import torch
-        from launch.training import half_products
+        from launch.training.deepspeed_fixes import half_products
         for name in ("bf16", "fp16"):
             setattr(torch.ops.mkldnn, f"_is_mkldnn_{{name}}_supported", lambda: False)
         half_products.train_on_cpu_in("bf16")

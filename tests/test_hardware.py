@@ -16,8 +16,8 @@ from launch.config import hardware
 from launch.config.explain import as_text, explain
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
-from launch.training import provenance
 from launch.training.engine import check_device
+from launch.training.run_folder import provenance
 from tests.helpers import refusal
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,7 +26,7 @@ BELOW = {
 FLOORS = {"errors": 0, "formats": 1, "config": 2, "training": 3, "comparison": 4, "trained_model": 4}
 COMMANDS = 5
 #: The one place for the other ranks.
-DISTRIBUTED = "launch/training/distributed.py"
+DISTRIBUTED = "launch/training/ranks/distributed.py"
 HELPS = [f"launch/{name}.py" for name in ("pretrain", "compare", "export", "generate", "score", "plan")] + ["data_pipeline/prepare.py"]
 
 

@@ -18,7 +18,7 @@ from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
-from launch.training.run_json import commits_of, differences
+from launch.training.run_folder.run_json import commits_of, differences
 from recipes import registry
 from recipes.registry import read_recipe, read_recipes, read_testbed, read_testbeds, recipe_names, technique_classes
 from tests.helpers import ROOT as CHECKOUT

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.parts import BUNDLE, FOLDER, PARTS, ROOT, WHEELS, WORK, commands
-from launch.training.provenance import repository_commit
+from launch.training.run_folder.provenance import repository_commit
 
 CONSTRAINTS = ROOT / "constraints.txt"
 #: Tags of wheels that a machine with Python 3.12 on Linux x86-64 takes; manylinux up to glibc 2.28.

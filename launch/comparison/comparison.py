@@ -22,7 +22,7 @@ from launch.config.optimizer import without_defaults
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
-from launch.training.run_json import INCIDENTAL, starts_of
+from launch.training.run_folder.run_json import INCIDENTAL, starts_of
 from model.presets import FIELDS
 from recipes.claims import Claim
 from recipes.registry import Experiment, Recipe, Testbed, read_recipes

@@ -34,7 +34,7 @@ from launch.comparison.forest import draw_forest, row
 from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import SIGNS, Interval
 from launch.errors import printable_line
-from launch.training.provenance import machine_in_words
+from launch.training.run_folder.provenance import machine_in_words
 from model.presets import ModelShape
 
 HERE = Path(__file__).resolve().parent

@@ -1,8 +1,8 @@
 """Runs several scripts on one machine, with interleaved steps or in parallel.
 
 Each script trains like `launch/pretrain.py`, under DeepSpeed's launcher if it has several ranks. Interleaved scripts are started one after
-another, so that none trains while another starts up. Then one at a time makes `launch.training.interleaving.STEPS` steps while the others
-wait, so that a slow moment of the machine affects all of them alike. Parallel scripts do not wait for each other.
+another, so that none trains while another starts up. Then one at a time makes `STEPS` steps (`launch.training.ranks.interleaving`) while
+the others wait, so that a slow moment of the machine affects all of them alike. Parallel scripts do not wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError
-from launch.training import interleaving
+from launch.training.ranks import interleaving
 
 #: Seconds between two checks of whether a run has ended.
 POLL_SECONDS = 0.2

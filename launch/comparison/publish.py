@@ -18,8 +18,8 @@ from launch.comparison.trials import CODE, settings_on, tuned_by
 from launch.comparison.tuning import CONTROL, edges, published_sweep
 from launch.errors import UsageError
 from launch.formats.files import read_committed
-from launch.training.provenance import machine_in_words, repository_commit
-from launch.training.run_json import commits_of
+from launch.training.run_folder.provenance import machine_in_words, repository_commit
+from launch.training.run_folder.run_json import commits_of
 from recipes.registry import ROOT, Recipe, Testbed
 
 #: The files that the numbers of a run depend on, as git pathspecs.

@@ -32,8 +32,8 @@ from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from launch.errors import run_command
 from launch.formats.files import read_committed
 from launch.formats.metrics import read_metrics
-from launch.training.picture import draw_blocks, draw_exponents, draw_loss
-from launch.training.run_json import commits_of
+from launch.training.run_folder.picture import draw_blocks, draw_exponents, draw_loss
+from launch.training.run_folder.run_json import commits_of
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.formats.metrics import COLUMNS, by_step, is_finite_number, read_run_json, read_valid_lines
-from launch.training.run_json import NO_EFFECT_ON_NUMBERS, starts_of
+from launch.training.run_folder.run_json import NO_EFFECT_ON_NUMBERS, starts_of
 
 Column = npt.NDArray[np.float64]
 

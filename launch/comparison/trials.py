@@ -26,8 +26,8 @@ from launch.config.run_config import SCRATCH, RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
 from launch.formats.metrics import read_run_json
-from launch.training.provenance import machine, versions
-from launch.training.run_json import NO_EFFECT_ON_NUMBERS
+from launch.training.run_folder.provenance import machine, versions
+from launch.training.run_folder.run_json import NO_EFFECT_ON_NUMBERS
 from model.presets import FIELDS
 from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipes, technique_classes
 

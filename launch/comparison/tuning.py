@@ -27,7 +27,7 @@ from launch.comparison.trials import Trial, check_set, fitting_groups, plan_tria
 from launch.config.flags import as_words, open_recipe
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed
-from launch.training.provenance import machine_in_words
+from launch.training.run_folder.provenance import machine_in_words
 from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed
 
 #: The DeepSpeed JSON whose sweep sets the values of a testbed.

@@ -3,7 +3,7 @@
 A checkpoint of any ZeRO stage, number of ranks, precision and offload is read by one process, without ranks or an engine. In bf16 and
 fp16, the weights are the fp32 master weights. DeepSpeed's `zero_to_fp32.py` reads the weights of stages 1 to 3 too, but unpickles any
 object, keeps the weights in memory twice, and does not read weights offloaded to NVMe. Here every piece is copied from the mapped file to
-its place in a model (`fill_from_checkpoint`) or in an engine (`launch/training/move.py`).
+its place in a model (`fill_from_checkpoint`) or in an engine (`launch/training/checkpoints/move.py`).
 
     stage 0      mp_rank_00_model_states.pt: the weights, the optimizer's state of each parameter, and in bf16 and fp16 its `fp32_groups`
     stages 1, 2  mp_rank_00_model_states.pt, and per rank a part of the flat fp32 weights and state of each group of parameters

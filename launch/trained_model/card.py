@@ -12,7 +12,7 @@ from data_pipeline.shards import Corpus
 from launch.config.run_config import ROOT
 from launch.formats.metrics import recent_loss
 from launch.trained_model.load import TrainedModel
-from launch.training.run_json import commits_of, starts_of
+from launch.training.run_folder.run_json import commits_of, starts_of
 from model.hf import CLASSES, hf_form, hf_tensors
 
 _HEAD = """\

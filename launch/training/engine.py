@@ -28,13 +28,14 @@ from launch.config.optimizer import ADAM_TYPES, decouples_weight_decay
 from launch.config.ranks import ranks_of_host
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import TrainingFailed, UsageError
-from launch.training import corrections, monitors
-from launch.training.distributed import Collectives, load_extension, without_compiled_muon
-from launch.training.half_products import train_on_cpu_in
-from launch.training.mean_norm import MeanNorm
-from launch.training.run_json import differences
-from launch.training.start_from import fill_masters, fill_model
-from launch.training.unfused_step import use_fused_step
+from launch.training.checkpoints.start_from import fill_masters, fill_model
+from launch.training.deepspeed_fixes import corrections
+from launch.training.deepspeed_fixes.half_products import train_on_cpu_in
+from launch.training.deepspeed_fixes.mean_norm import MeanNorm
+from launch.training.deepspeed_fixes.unfused_step import use_fused_step
+from launch.training.ranks.distributed import Collectives, load_extension, without_compiled_muon
+from launch.training.run_folder import monitors
+from launch.training.run_folder.run_json import differences
 from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
 from recipes.technique import Technique
@@ -54,7 +55,7 @@ class TrainingEngine:
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
         step_loss: the mean loss of the step's micro-batches so far, on this rank.
-        enter: called with the name of each phase when it begins, e.g. "forward pass" (`launch/training/heartbeat.py`).
+        enter: called with the name of each phase when it begins, e.g. "forward pass" (`launch/training/ranks/heartbeat.py`).
     """
 
     deepspeed: Any

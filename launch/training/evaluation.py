@@ -9,9 +9,9 @@ import torch
 
 from data_pipeline.loader import Loader
 from launch.config.run_config import RunConfig
-from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
+from launch.training.ranks.distributed import Collectives
 
 #: Evaluated batches of the whole split between two checks for a signal, which all ranks make together.
 BATCHES_BETWEEN_SIGNALS = 16

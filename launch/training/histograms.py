@@ -17,8 +17,8 @@ from torch import nn
 
 from launch.training.engine import TrainingEngine
 from launch.training.exponents import BINS, KINDS, LOWEST, summary
-from launch.training.folder import NoFolder, RunFolder
 from launch.training.observers import Observer
+from launch.training.run_folder.folder import NoFolder, RunFolder
 
 #: The two bins after those of the exponents: elements that are zero, and that are not finite.
 ZERO, NOT_FINITE = BINS, BINS + 1

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
-from launch.training.interleaving import Interleaving
-from launch.training.signals import STOPPING
+from launch.training.ranks.distributed import Collectives
+from launch.training.ranks.interleaving import Interleaving
+from launch.training.ranks.signals import STOPPING
 from model.accounting import flops_per_token, peak_flops
 from recipes.technique import StepPlan
 

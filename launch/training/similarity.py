@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from launch.training.engine import TrainingEngine
-from launch.training.folder import NoFolder, RunFolder
 from launch.training.observers import Observer
+from launch.training.run_folder.folder import NoFolder, RunFolder
 
 
 class BlockSimilarity(Observer):

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from launch.errors import DownloadFailed, NoCheckpoint, TrainingFailed
-from launch.training.checkpoint import Checkpoints
-from launch.training.distributed import Collectives
+from launch.training.checkpoints.checkpoint import Checkpoints
 from launch.training.engine import TrainingEngine
-from launch.training.folder import NoFolder, RunFolder
 from launch.training.observers import Observer
+from launch.training.ranks.distributed import Collectives
+from launch.training.run_folder.folder import NoFolder, RunFolder
 
 WINDOW = 128
 #: Steps in the window before a step can be a spike.

@@ -12,9 +12,9 @@ import torch
 
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from launch.training.checkpoint import Checkpoints
-from launch.training.distributed import start_ranks
+from launch.training.checkpoints.checkpoint import Checkpoints
 from launch.training.engine import start_engine
+from launch.training.ranks.distributed import start_ranks
 from recipes.registry import make_techniques
 from tests.distributed.jobs import forget_engines
 

@@ -12,9 +12,9 @@ import torch
 
 from launch.config.run_config import resolve
 from launch.errors import TrainingFailed
-from launch.training import corrections
-from launch.training.distributed import start_ranks
+from launch.training.deepspeed_fixes import corrections
 from launch.training.engine import TrainingEngine, start_engine
+from launch.training.ranks.distributed import start_ranks
 from model.gpt import run_all_blocks
 from recipes.masters import master_weights
 from recipes.technique import Techniques

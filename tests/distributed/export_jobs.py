@@ -9,7 +9,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from launch.errors import UsageError
-from launch.training.checkpoint import Checkpoints
+from launch.training.checkpoints.checkpoint import Checkpoints
 from tests.distributed.jobs import pretrain
 
 #: Beside the checkpoints, in the run's folder.

@@ -15,11 +15,12 @@ from typing import Any
 
 from data_pipeline.loader import Loader
 from launch.errors import TrainingFailed
-from launch.training import checkpoint, engine, snapshot, store
+from launch.training import engine
+from launch.training.checkpoints import checkpoint, snapshot, store
+from launch.training.checkpoints.snapshot import Snapshots
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
-from launch.training.signals import StopRequest
-from launch.training.snapshot import Snapshots
+from launch.training.ranks.signals import StopRequest
 from tests.distributed.jobs import pretrain
 
 

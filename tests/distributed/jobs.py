@@ -19,12 +19,12 @@ from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.pretrain import train
-from launch.training.distributed import start_ranks
+from launch.training.checkpoints.store import CheckpointStore, check_store
 from launch.training.engine import TrainingEngine
-from launch.training.folder import NoFolder, open_run_folder
 from launch.training.observers import Observer
-from launch.training.signals import StopRequest
-from launch.training.store import CheckpointStore, check_store
+from launch.training.ranks.distributed import start_ranks
+from launch.training.ranks.signals import StopRequest
+from launch.training.run_folder.folder import NoFolder, open_run_folder
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
 from recipes.gradients import set_gradient

@@ -13,8 +13,8 @@ from launch.config.memory import MemoryPlan, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
-from launch.training.folder import NoFolder
 from launch.training.observers import Observer
+from launch.training.run_folder.folder import NoFolder
 from tests.distributed.jobs import pretrain
 from tests.distributed.muon_jobs import PeakMemory
 
@@ -117,7 +117,7 @@ def tensors_in(holder: Any) -> Iterator[Any]:
 def states_in_step(flags: list[str]) -> tuple[RunConfig, list[dict[str, int]]]:
     """Train two steps in this pool of ranks; this rank's model states after each backward pass of the second."""
     from launch.pretrain import train
-    from launch.training.signals import StopRequest
+    from launch.training.ranks.signals import StopRequest
 
     config, _ = resolve([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0", "--quiet"])
     states = _StatesInStep()

@@ -16,10 +16,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from launch.training.checkpoint import Checkpoints
-from launch.training.distributed import start_ranks
+from launch.training.checkpoints.checkpoint import Checkpoints
+from launch.training.checkpoints.move import Move
 from launch.training.engine import start_engine
-from launch.training.move import Move
+from launch.training.ranks.distributed import start_ranks
 from recipes.registry import make_techniques
 from tests.distributed.jobs import forget_engines, pretrain
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from launch.training.distributed import start_ranks
-from launch.training.mean_norm import MeanNorm
+from launch.training.deepspeed_fixes.mean_norm import MeanNorm
+from launch.training.ranks.distributed import start_ranks
 from model.gpt import GPT
 from model.presets import GPTConfig
 from recipes.blocks import BLOCK

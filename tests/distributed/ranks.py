@@ -99,7 +99,7 @@ class Ranks:
 def _serve(rank: int, size: int, device: str, port: int, pipe: Connection) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"DS_ACCELERATOR": device}
-    from launch.training.distributed import start_ranks
+    from launch.training.ranks.distributed import start_ranks
 
     start_ranks()
     from tests.distributed.correction_jobs import remember_engine_as_shipped

@@ -11,7 +11,7 @@ import torch
 
 from data_pipeline.loader import Loader
 from launch.errors import TrainingFailed
-from launch.training.checkpoint import Checkpoints
+from launch.training.checkpoints.checkpoint import Checkpoints
 from launch.training.spikes import SpikeRule
 from tests.distributed.jobs import pretrain
 

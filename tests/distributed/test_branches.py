@@ -20,9 +20,9 @@ from launch.config.run_config import resolve
 from launch.config.steps import planned_steps
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, state_text
-from launch.training.branch import start_branch
-from launch.training.folder import open_run_folder
-from launch.training.provenance import describe_run
+from launch.training.checkpoints.branch import start_branch
+from launch.training.run_folder.folder import open_run_folder
+from launch.training.run_folder.provenance import describe_run
 from tests.distributed.launched import TINY
 from tests.run_folders import write_run
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launch.formats.checkpoint_files import complete_checkpoints, read_state, verify
-from launch.training.store import CheckpointStore
+from launch.training.checkpoints.store import CheckpointStore
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.helpers import ROOT, refused_start, resumed_after
 from tests.object_store import Proxy, environment, s3_server

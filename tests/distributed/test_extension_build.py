@@ -13,12 +13,12 @@ import psutil
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from launch.training import distributed
+from launch.training.ranks import distributed
 from tests.distributed.launched import ROOT, LaunchedRun
 
 NAME = "deepspeed_shm_comm"  # the smallest of DeepSpeed's extensions for CPUs
-LOAD = "from launch.config.hardware import quiet_deepspeed; from launch.training.distributed import load_extension; quiet_deepspeed();"
-LOAD += "load_extension('ShareMemCommBuilder')"
+LOAD = "from launch.config.hardware import quiet_deepspeed; from launch.training.ranks.distributed import load_extension;"
+LOAD += "quiet_deepspeed(); load_extension('ShareMemCommBuilder')"
 
 
 def test_ranks_read_the_cpu_before_they_wait_for_each_other(monkeypatch):

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from launch.training.checkpoint import complete_checkpoints
+from launch.training.checkpoints.checkpoint import complete_checkpoints
 from tests.distributed.launched import LaunchedRun
 from tests.helpers import losses, resumed_after
 

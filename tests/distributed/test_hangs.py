@@ -15,8 +15,8 @@ import pytest
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints
-from launch.training.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PLACES, START, UPDATE, Beat, Heartbeat, _behind
-from launch.training.interleaving import VARIABLE
+from launch.training.ranks.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PLACES, START, UPDATE, Beat, Heartbeat, _behind
+from launch.training.ranks.interleaving import VARIABLE
 from tests.distributed.launched import TINY, LaunchedRun, curve
 from tests.distributed.test_restarts import TorchRun
 

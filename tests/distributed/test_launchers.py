@@ -12,7 +12,7 @@ import pytest
 
 from launch.comparison.interleaved import free_port
 from launch.formats.metrics import read_metrics
-from launch.training.distributed import share_of_cores
+from launch.training.ranks.distributed import share_of_cores
 from tests.distributed.launched import ROOT, TINY
 from tests.distributed.slurm import running_slurm
 

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from launch.training.monitors import Monitors, check_monitors
+from launch.training.run_folder.monitors import Monitors, check_monitors
 from tests.distributed.launched import LaunchedRun
 
 Columns = dict[str, list[tuple[int, float]]]
@@ -179,7 +179,7 @@ class FakeWandb:
 def test_a_run_continues_if_wandb_fails(monkeypatch, tmp_path, capsys):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("launch.training.monitors._start_wandb_service", lambda: None)
+    monkeypatch.setattr("launch.training.run_folder.monitors._start_wandb_service", lambda: None)
     monitors = Monitors({"wandb": {"enabled": True}}, tmp_path, "id", [{"step": 1}], [])
     assert fake.modes == [None, "offline"] and "`wandb sync`" in capsys.readouterr().err
     for step in (2, 3):
@@ -196,7 +196,7 @@ def test_the_end_of_a_run_waits_for_wandb_for_a_limited_time(monkeypatch, tmp_pa
     fake, given = FakeWandb(), list[wandb.Settings]()
     monkeypatch.setattr(fake, "Settings", lambda **settings: given.append(wandb.Settings(**settings)))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("launch.training.monitors._start_wandb_service", lambda: None)
+    monkeypatch.setattr("launch.training.run_folder.monitors._start_wandb_service", lambda: None)
     Monitors({"wandb": {"enabled": True}}, tmp_path, "id", [], []).close()
     assert 0 < given[0].finish_timeout <= 60
 

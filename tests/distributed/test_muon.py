@@ -16,8 +16,8 @@ import torch
 from launch.config.explain import bytes_of
 from launch.config.run_config import ROOT, resolve
 from launch.trained_model.load import open_trained
-from launch.training.provenance import describe_run
-from launch.training.run_json import resume_description
+from launch.training.run_folder.provenance import describe_run
+from launch.training.run_folder.run_json import resume_description
 from model.presets import PRESETS, GPTConfig
 from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized

@@ -22,12 +22,12 @@ from launch.comparison.runs import read_run
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from launch.formats.metrics import RUN_KEYS
-from launch.training import checkpoint as checkpoint_module
-from launch.training import folder as run_folder
-from launch.training.checkpoint import Checkpoints, check_shared
-from launch.training.folder import RunFolder
-from launch.training.picture import draw_loss
-from launch.training.run_json import commits_of
+from launch.training.checkpoints import checkpoint as checkpoint_module
+from launch.training.checkpoints.checkpoint import Checkpoints, check_shared
+from launch.training.run_folder import folder as run_folder
+from launch.training.run_folder.folder import RunFolder
+from launch.training.run_folder.picture import draw_loss
+from launch.training.run_folder.run_json import commits_of
 from model.presets import PRESETS
 from tests.commands import run_script
 from tests.distributed.launched import TINY, LaunchedRun
@@ -241,7 +241,7 @@ def test_without_room_for_a_copy_training_waits_for_its_checkpoints(one_rank, fl
 
 
 def test_copies_may_take_what_the_tightest_limit_leaves(tmp_path):
-    from launch.training.snapshot import _left_by_cgroups
+    from launch.training.checkpoints.snapshot import _left_by_cgroups
 
     for place, limit in (("job", "5000"), ("job/step", "max"), ("job/step/task", "9000")):
         folder = tmp_path / place

@@ -18,7 +18,7 @@ import pytest
 
 from launch.errors import REQUEUE
 from launch.formats.checkpoint_files import complete_checkpoints
-from launch.training.signals import LIKE
+from launch.training.ranks.signals import LIKE
 from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
 
 STEPS = 16

@@ -27,8 +27,8 @@ from launch.comparison.trials import CODE, CannotRun, Trial, fitting_groups, in_
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
-from launch.training.interleaving import STEPS
-from launch.training.provenance import describe_run
+from launch.training.ranks.interleaving import STEPS
+from launch.training.run_folder.provenance import describe_run
 from recipes.registry import ROOT, read_recipe, read_testbed
 from tests.helpers import resumed_after
 from tests.run_folders import write_run

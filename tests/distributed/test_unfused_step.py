@@ -41,7 +41,7 @@ def updates(step: Any, dtype: torch.dtype, device: str, clip: float, changes: di
 def test_the_update_is_deepspeeds(dtype, clip, changes, device, monkeypatch):
     from deepspeed.runtime.fp16 import unfused_optimizer
 
-    from launch.training import corrections, unfused_step
+    from launch.training.deepspeed_fixes import corrections, unfused_step
 
     shipped = unfused_optimizer.FP16_UnfusedOptimizer.step
     assert shipped is not unfused_step._step
@@ -59,7 +59,7 @@ def test_the_count_of_overflows_goes_on_through_a_resume(monkeypatch):
     """Of the two overflows that halve the loss scale, the first may be before the checkpoint."""
     from deepspeed.runtime.fp16 import unfused_optimizer
 
-    from launch.training import corrections
+    from launch.training.deepspeed_fixes import corrections
 
     kind = unfused_optimizer.FP16_UnfusedOptimizer
     for name in ("__init__", "state_dict", "load_state_dict"):

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from launch.training.distributed import Collectives
+from launch.training.ranks.distributed import Collectives
 
 #: Numbers of a sketch; prime, so that the elements of a column of a matrix, which are often alike in size, spread over all of them.
 WIDTH = 1_021

@@ -35,7 +35,7 @@ def resume_description(
     """The content of `run.json` in the folder `run` after a resume, and the changes that the resume makes, a line for each value.
 
     Args:
-        description: of the command that resumes the run, as `launch.training.provenance.describe_run` returns it.
+        description: of the command that resumes the run, as `launch.training.run_folder.provenance.describe_run` returns it.
         fix: what to do about a value that a resume must not change.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 from data_pipeline.staging import write_atomically
 from launch.formats.metrics import is_finite_number, parse_line, split_lines
-from launch.training.monitors import Monitors, monitor_folder, numbers
+from launch.training.run_folder.monitors import Monitors, monitor_folder, numbers
 
 METRICS_FILE = "metrics.jsonl"
 #: Files with lines of some steps only, which a resume cuts back too.
@@ -23,7 +23,7 @@ class MetricsWriter:
     """Opens the files of the run in `folder`, which starts or continues after `step`.
 
     Args:
-        engine: the engine's JSON, of which the sections in `launch.training.monitors.SECTIONS` are used.
+        engine: the engine's JSON, of which the sections in `launch.training.run_folder.monitors.SECTIONS` are used.
         run_id: the id in `run.json`.
 
     Attributes:

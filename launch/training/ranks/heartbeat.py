@@ -38,10 +38,10 @@ import psutil
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import what_resume_does
-from launch.training.distributed import Collectives
 from launch.training.engine import BACKWARD, EVALUATION, FORWARD, UPDATE, TrainingEngine
-from launch.training.interleaving import interleaved_group
 from launch.training.observers import Observer
+from launch.training.ranks.distributed import Collectives
+from launch.training.ranks.interleaving import interleaved_group
 
 #: The places of a run besides those of the engine, as a message names them.
 START, END, CHECKPOINT = "start of the step", "end of the step", "checkpoint"

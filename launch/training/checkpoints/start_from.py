@@ -10,7 +10,7 @@ from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
 from launch.errors import UsageError
 from launch.formats.hf_folder import HFFolder
-from launch.training.distributed import Collectives
+from launch.training.ranks.distributed import Collectives
 from model.gpt import GPT
 from recipes.masters import master_weights
 

@@ -29,7 +29,7 @@ from deepspeed.utils.timer import NoopTimer
 
 from launch.config.hardware import deepspeed_silenced
 from launch.formats.tensor_files import load_tensors
-from launch.training.distributed import Collectives
+from launch.training.ranks.distributed import Collectives
 
 #: Elements of the tensor on which the gradient norm is probed. The error of an fp32 sum grows with its length: 2.8e-5 at 2 M.
 PROBE_ELEMENTS = 2**21

@@ -32,11 +32,11 @@ from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, what_resume_does
 from launch.formats.files import refuse_links
 from launch.formats.metrics import read_metrics
-from launch.training.branch import start_branch
+from launch.training.checkpoints.branch import start_branch
 from launch.training.exponents import overall
-from launch.training.metrics_writer import METRICS_FILE, MetricsWriter
-from launch.training.provenance import describe_run
-from launch.training.run_json import resume_description
+from launch.training.run_folder.metrics_writer import METRICS_FILE, MetricsWriter
+from launch.training.run_folder.provenance import describe_run
+from launch.training.run_folder.run_json import resume_description
 
 #: Files that a killed or refused start may leave in a folder that has no run.json yet.
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints", SCRATCH)
@@ -47,7 +47,7 @@ WAIT_SECONDS = 360.0
 def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: bool = False) -> Path:
     """The path of the run folder. It must not exist yet, except on a resume. Creates nothing.
 
-    stored: the run may have checkpoints in a store, which `launch.training.store.check_store` looks at.
+    stored: the run may have checkpoints in a store, which `launch.training.checkpoints.store.check_store` looks at.
 
     Raises:
         UsageError: the name is in use, `resume` is `MUST` and there is no checkpoint, or a file in the folder is a link.
@@ -123,7 +123,7 @@ def open_run_folder(config: RunConfig, path: Path) -> RunFolder:
     """The run's folder, from `check_run_folder`. A run that branches from another one (`--branch_from`) gets its checkpoint first.
 
     Raises:
-        UsageError: see `RunFolder` and `launch.training.branch.start_branch`.
+        UsageError: see `RunFolder` and `launch.training.checkpoints.branch.start_branch`.
     """
     description = describe_run(config)
     if branches := config.branch_from is not None and not path.exists():
@@ -136,8 +136,8 @@ class RunFolder:
 
     Args:
         path: from `check_run_folder`.
-        description: the content of `run.json`, from `launch.training.provenance.describe_run`.
-        branched: this process has just made the folder (`launch/training/branch.py`).
+        description: the content of `run.json`, from `launch.training.run_folder.provenance.describe_run`.
+        branched: this process has just made the folder (`launch/training/checkpoints/branch.py`).
 
     Raises:
         UsageError: the folder cannot be written, another process writes to it, it holds a different run, or its run has finished and the
@@ -361,7 +361,7 @@ class NoFolder:
 
 
 def _picture() -> ModuleType:
-    from launch.training import picture  # imports matplotlib, which a start need not wait for
+    from launch.training.run_folder import picture  # imports matplotlib, which a start need not wait for
 
     return picture
 

@@ -16,8 +16,8 @@ from launch.errors import is_local_rank_0
 from launch.formats.metrics import MEAN_STEPS, recent_loss
 from launch.training.engine import TrainingEngine
 from launch.training.evaluation import Evaluation
-from launch.training.folder import NoFolder, RunFolder
 from launch.training.meter import Meter
+from launch.training.run_folder.folder import NoFolder, RunFolder
 from model.accounting import parameter_count
 
 LINE_SECONDS = 10.0  # between two plain lines
@@ -47,7 +47,7 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     if meter.peak_flops is None:
         yield f"the peak FLOP/s of '{meter.device_name}' in {meter.matmul_dtype} is unknown: the metrics have no mfu"
     if engine.corrections:
-        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/corrections.py)"
+        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/deepspeed_fixes/corrections.py)"
     for note in (*config.notes, *engine.notes):
         yield f"note: {note}"
 

@@ -22,8 +22,8 @@ from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, state_text, verify
 from launch.formats.metrics import by_step, parse_line, read_run_json, split_lines
-from launch.training.metrics_writer import METRICS_FILE
-from launch.training.run_json import differences, parse_change, resume_description, starts_of
+from launch.training.run_folder.metrics_writer import METRICS_FILE
+from launch.training.run_folder.run_json import differences, parse_change, resume_description, starts_of
 from recipes.registry import technique_classes
 from recipes.technique import Declaration, Techniques
 
@@ -34,7 +34,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     The files of the checkpoint are linked if the file system allows it, else copied.
 
     Args:
-        description: of this run, as `launch.training.provenance.describe_run` returns it.
+        description: of this run, as `launch.training.run_folder.provenance.describe_run` returns it.
 
     Raises:
         UsageError: it is not a checkpoint of a run; its run differs in a value that a resume must not change, in the optimizer, the

@@ -40,7 +40,7 @@ from data_pipeline.shards import raise_open_file_limit
 from launch.config.hardware import quiet_deepspeed
 from launch.errors import TrainingFailed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: A smaller tensor is copied into pageable memory: pinning it takes longer than its copy.
 PINNED_BYTES = 2**20
 

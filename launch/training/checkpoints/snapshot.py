@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
-from launch.training.distributed import Collectives, stager
+from launch.training.ranks.distributed import Collectives, stager
 from recipes.technique import Technique
 
 #: The share of a host's free memory that copies may take.

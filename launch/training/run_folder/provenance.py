@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.config.hardware import cpuinfo, device_type, gpus
 from launch.config.run_config import ROOT, RunConfig
-from launch.training.interleaving import interleaved_group
+from launch.training.ranks.interleaving import interleaved_group
 
 PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers", "torchao", "liger-kernel")
 

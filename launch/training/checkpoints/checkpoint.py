@@ -49,11 +49,11 @@ from launch.formats.checkpoint_files import (
     what_resume_does,
 )
 from launch.formats.tensor_files import UnreadableFile, load_tensors
-from launch.training.distributed import Collectives, thread_group
-from launch.training.folder import free_bytes
-from launch.training.move import move_of, own_settings
-from launch.training.snapshot import Snapshots
-from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
+from launch.training.checkpoints.move import move_of, own_settings
+from launch.training.checkpoints.snapshot import Snapshots
+from launch.training.checkpoints.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
+from launch.training.ranks.distributed import Collectives, thread_group
+from launch.training.run_folder.folder import free_bytes
 from recipes.technique import Technique
 
 #: Suffix of the name of a checkpoint that was passed over.
@@ -248,7 +248,7 @@ class Checkpoints:
             raise SystemExit(1)
 
     def finish_uploads(self, poll: Callable[[], int]) -> bool:
-        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`).
+        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/checkpoints/store.py`).
 
         Returns whether nothing was given up. The wait of rank 0 is bounded, more tightly once `poll` returns a signal. The others wait for
         it, because a launcher that sees a rank end with an error ends all.
@@ -268,8 +268,8 @@ class Checkpoints:
 
         Returns None if there is no checkpoint. The ranks share the work of reading the files and agree on the checkpoint. Checkpoints that
         are passed over are logged with the reason. A checkpoint of another layout (ranks, stage, offload, precision) is moved into the
-        engine (`launch/training/move.py`). With a different number of ranks, the per-rank state of techniques cannot be used: a technique
-        continues without it, or refuses.
+        engine (`launch/training/checkpoints/move.py`). With a different number of ranks, the per-rank state of techniques cannot be used: a
+        technique continues without it, or refuses.
 
         Raises:
             NoCheckpoint: no checkpoint passes verification, or the store cannot be reached and there is none in the folder; on all ranks.

@@ -42,8 +42,8 @@ from launch.formats.checkpoint_files import (
     read_state,
     verify,
 )
-from launch.training.folder import nothing_to_resume
-from launch.training.metrics_writer import METRICS_FILE
+from launch.training.run_folder.folder import nothing_to_resume
+from launch.training.run_folder.metrics_writer import METRICS_FILE
 
 #: The files of a run beside its checkpoints, without which it cannot be resumed on another host.
 RUN_FILES = ("run.json", METRICS_FILE)

@@ -1,0 +1,1 @@
+"""Checkpoints: written, read, moved to another layout, branched from, stored elsewhere."""

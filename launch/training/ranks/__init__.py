@@ -1,0 +1,1 @@
+"""The other ranks: the process group, signals, heartbeats, turns with other runs."""

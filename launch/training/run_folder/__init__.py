@@ -1,0 +1,1 @@
+"""The folder of a run and all that is written to it."""
