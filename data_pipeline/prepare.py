@@ -161,6 +161,8 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
         write_manifest(folder, tokenizer.vocab_size, tokenizer.eot_id, **about)
     remove_progress(args.out)
     _summarize(open_corpus(args.out), dropped, problems, time.monotonic() - started, done > 0, say)
+    if problems.uncut:
+        say(f"--separator {args.separator!r} does not occur in {problems.uncut:,} text file{'s' * (problems.uncut > 1)}: one document each")
     for end, n in (+ends).items():
         fix = f"; if it separates the documents of a file, give --separator {end!r}" if any(source.plain for source in sources) else ""
         say(f"{end!r} occurs {n:,} times in the texts: it is text there and ends no document{fix}")
@@ -240,7 +242,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text_column", default="text", help="column (or JSON key) that holds the text; default %(default)s")
     parser.add_argument(
         "--separator",
-        type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
+        type=lambda text: text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t"),
         metavar="TEXT",
         help=f"cut {' '.join(PLAIN)} files into documents at each TEXT, such as '<|endoftext|>' or '\\n\\n\\n'; default: none",
     )

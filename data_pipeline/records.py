@@ -77,6 +77,7 @@ class Problems:
         """Begin a new pass over the sources."""
         self.counts: Counter[str] = Counter()
         self.cases: dict[str, list[str]] = {}
+        self.uncut = 0  # text files in which the separator does not occur
 
     def __call__(self, kind: str, place: str, detail: str = "") -> None:
         """Report a bad record of `kind` at `place`.
@@ -154,12 +155,47 @@ def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     Raises:
         OSError: without `errno` for content that cannot be decompressed.
     """
-    opens: dict[str, Any] = {"": nullcontext, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd}
+    opens: dict[str, Any] = {"": nullcontext, ".gz": gzip.open, ".xz": _open_streams, ".bz2": _open_streams, ".zst": _open_zstd}
     with open(file, "rb", buffering=BLOCK) as raw, opens[kind_of(file)[1]](raw) as stream:
         try:
             yield raw, stream
         except (EOFError, zlib.error, lzma.LZMAError) as reason:
             raise OSError(one_line(reason)) from None
+
+
+class _Streams(io.RawIOBase):
+    """The content of a .xz or .bz2 file: one or more streams, with zeros between and after them.
+
+    The standard library's readers end in silence at what follows a stream and does not begin one.
+    """
+
+    def __init__(self, raw: BinaryIO):
+        self._raw = raw
+        self._stream: bz2.BZ2Decompressor | lzma.LZMADecompressor | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            rest = b""
+            if self._stream is None or self._stream.eof:
+                rest = (self._stream.unused_data if self._stream else b"").lstrip(b"\0")
+                while len(rest) < len(b"BZh") and (block := self._raw.read(BLOCK)):
+                    rest = (rest + block).lstrip(b"\0")
+                if self._stream and not rest:
+                    return 0
+                self._stream = bz2.BZ2Decompressor() if rest.startswith(b"BZh") else lzma.LZMADecompressor()
+            elif self._stream.needs_input and not (rest := self._raw.read(BLOCK)):
+                raise EOFError("the file ends within a stream")
+            data = self._stream.decompress(rest, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _open_streams(raw: BinaryIO) -> Any:
+    return io.BufferedReader(_Streams(raw), BLOCK)
 
 
 @contextmanager
@@ -207,13 +243,16 @@ def _blocks(file: Path) -> Iterator[str]:
 
 def _pieces(file: Path, stream: BinaryIO, separator: str, problems: Problems) -> Iterator[Text]:
     """The text between separators, without the line ends around it; an empty piece is no document."""
+    number = 0
     for line, piece in _cut_at(stream, separator.encode("utf-8", "surrogateescape"), problems.max_record):
+        number += 1
         text = (piece.removeprefix(codecs.BOM_UTF8) if line == 1 else piece).lstrip(b"\r\n")
         place = f"{file}:{line + piece[: len(piece) - len(text)].count(10)}"  # 10: a line end
         if len(text) > problems.max_record:
             problems.too_large(place, f", up to the next {separator!r}")
         elif text := text.rstrip(b"\r\n"):
             yield from text_of({"": text}, "", place, problems)
+    problems.uncut += number == 1
 
 
 def _cut_at(stream: BinaryIO, mark: bytes, limit: int) -> Iterator[tuple[int, bytes]]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, one_line, printable
-from data_pipeline.manifest import MANIFEST_FILE, MAX_GROUPS
+from data_pipeline.manifest import MANIFEST_FILE, MAX_GROUPS, read_manifest
 from data_pipeline.records import ALLOWED_FILES, COMPRESSED, PLAIN, Problems, Text, kind_of, records, text_of
 from data_pipeline.sampler import DENOMINATOR
 
@@ -291,11 +291,13 @@ def _match(pattern: str) -> list[Path]:
 
 
 def _readable(paths: list[Path], left_out: Counter[str], named: bool) -> list[Path]:
-    """The regular files of known kinds among `paths`, ordered by path, without those of prepared corpora and of `datasets`.
+    """The regular files of known kinds among `paths`, ordered by path, without those of `datasets`.
 
     Counts the other files in `left_out`; a dataset card is one of them, unless it is the one file that is `named`.
     """
-    corpora = {folder for folder in {path.parent for path in paths} if (folder / MANIFEST_FILE).is_file() and any(folder.glob("*.bin"))}
+    corpora = {folder for folder in {path.parent for path in paths} if not named and _is_corpus(folder)}
+    left_out.update("file of a prepared corpus" for path in paths if path.parent in corpora)
+    left_out.update("broken link" for path in paths if path.is_symlink() and not path.exists())
     known = (path for path in paths if path.parent not in corpora and path.is_file() and (named or not _is_of_datasets(path)))
     kinds = {path: kind_of(path)[0] for path in sorted(known, key=str)}
     with_records = not {*PLAIN, ""}.issuperset(kinds.values())
@@ -314,6 +316,13 @@ def _readable(paths: list[Path], left_out: Counter[str], named: bool) -> list[Pa
     return files
 
 
+def _is_corpus(folder: Path) -> bool:
+    """Whether `prepare.py` wrote the files of the folder."""
+    with suppress(DataError):
+        return (folder / MANIFEST_FILE).is_file() and bool(read_manifest(folder / MANIFEST_FILE))
+    return False
+
+
 def _is_of_datasets(path: Path) -> bool:
     """Whether the library `datasets` wrote the file beside its records."""
     if path.name == "state.json" or path.match("cache-*.arrow"):
@@ -323,7 +332,7 @@ def _is_of_datasets(path: Path) -> bool:
 
 def _is_card(path: Path, with_records: bool) -> bool:
     """Whether the file is the card or the license of a dataset: it is beside records, or begins with the card's YAML."""
-    if re.fullmatch(r"(readme|license)(\.md|\.txt)?", path.name.lower()) and with_records:
+    if re.fullmatch(r"(readme|license|changelog|citation|dataset_?card)([._-].*)?(\.md|\.txt)?", path.name.lower()) and with_records:
         return True
     with suppress(OSError), open(path, "rb") as stream:
         return path.name.lower() == "readme.md" and stream.read(4) in (b"---\n", b"---\r")

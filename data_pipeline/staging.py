@@ -61,6 +61,15 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
                     folder.rmdir()
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Remove what killed processes left in `folder` of every `staged_folder` that is not worth keeping."""
+    for file in folder.glob(".*.lock"):
+        with suppress(OSError), open(file) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.with_suffix(".partial"), ignore_errors=True)
+            file.unlink()
+
+
 def partial_folder(out: Path) -> Path:
     """The folder that holds the corpus `out` while it is incomplete."""
     return out.parent / f".{out.name}.partial"

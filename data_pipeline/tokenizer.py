@@ -321,6 +321,9 @@ class HuggingFace(Tokenizer):
         self.json, self._tokenizer = text, HuggingFaceTokenizer.from_str(text)
         self._encoder = _encoder(self._tokenizer, text)
         self.cuttable = _cuttable(self._tokenizer)
+        added = {str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        if not self._tokenizer.get_vocab(with_added_tokens=False).keys() - added:  # transformers makes it of a folder without its files
+            raise DataError(f"{where}: the tokenizer has no vocabulary, so every text would be lost; copy its vocabulary there, too")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self._end_of_text = _find_end(vocabulary, end_of_text, where)
@@ -347,7 +350,7 @@ class HuggingFace(Tokenizer):
             return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with _one_line_of_library("the tokenizer cannot encode a text", "use another tokenizer"):
+        with _one_line_of_library("the tokenizer cannot encode a text", "use another tokenizer"), _silent():
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
@@ -417,6 +420,8 @@ def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer
     if not isinstance(tokenizer.model, models.BPE):
         text = hugging_face_form.edited(text, rename)
     encoder = HuggingFaceTokenizer.from_str(text)
+    if isinstance(encoder.model, models.BPE):
+        encoder.model.dropout = None  # the same text has the same ids
     encoder.encode_special_tokens = True
     encoder.no_truncation()
     encoder.no_padding()

@@ -123,7 +123,7 @@ OTHERS = {
 OFF = {
     "tensor_parallel": {"preset_model": "llama", "partition_config": {"use_default_specs": False}, "autotp_size": 1},
     "expert_parallel": {"enabled": False, "autoep_size": 4},
-    "pipeline": {"stages": "auto", "seed_layers": False},
+    "pipeline": {"stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 2},
     "compile": {"deepcompile": False, "free_activation": True},
     "sequence_parallel_size": 1,
     "data_parallel_size": 8,
@@ -207,6 +207,15 @@ def test_what_is_off_or_auto_is_accepted(values, corpus, tmp_path):
     config, _ = resolve(["--deepspeed_config", written(BF16 | values, tmp_path), "--data", str(corpus)], ranks=8)
     assert not set(values) - {"zero_optimization"} & set(config.engine)
     assert "auto" not in config.engine["zero_optimization"].values()
+
+
+def test_set_changes_a_section_by_its_other_name(corpus, tmp_path):
+    command = ["--data", str(corpus), "--deepspeed_config"]
+    config, _ = resolve([*command, written({"bfloat16": {"enabled": True}}, tmp_path), "--set", "bfloat16.enabled=false"])
+    assert config.precision == "fp32"
+    both = 'zero_optimization={"stage":3,"max_live_parameters":4,"stage3_max_live_parameters":5}'
+    with pytest.raises(UsageError, match=r"max_live_parameters is another name of .*, which is given too"):
+        resolve([*command, written(BF16, tmp_path), "--set", both])
 
 
 def test_auto_is_accepted_for_parameters_without_effect(corpus):

@@ -134,12 +134,13 @@ def test_the_final_loss_is_that_of_the_whole_split_where_it_was_evaluated(said, 
     whole = said | {"whole_eval": True}
     steps = lines(final=4.0)
     for end in (None, {"step": 60}):  # killed before or during the evaluation; finished without the flag
+        end = end and end | {"tokens": 60 * TOKENS}
         left_out = read_run(write_run(tmp_path / f"left_out{end}", whole | {"finished": end}, steps))
         assert left_out.state == "unfinished" and "final_val_loss" not in left_out.measures
         assert left_out.remarks == ("unfinished: the whole validation split was not evaluated",)
-    run = read_run(write_run(tmp_path / "r", whole | {"finished": {"whole_val_loss": 4.5}}, steps))
+    run = read_run(write_run(tmp_path / "r", whole | {"finished": end | {"whole_val_loss": 4.5}}, steps))
     assert run.finished and run.measures["final_val_loss"] == 4.5 and run.remarks == () and run.columns["val_loss"][-1] == 4.0
-    lost = {"finished": {"whole_val_loss": None}, "eval_every": 0}
+    lost = {"finished": end | {"whole_val_loss": None}, "eval_every": 0}
     run = read_run(write_run(tmp_path / "lost", whole | lost, steps))
     assert run.diverged and run.measures["final_val_loss"] == math.inf
 
@@ -322,6 +323,7 @@ def test_a_description_that_lacks_something_is_refused(key, said, tmp_path):
         ("techniques.fp8", None),
         ("finished", True),
         ("finished.tokens", None),
+        ("finished", {"step": 20}),
         ("resumes", None),
         ("resumes.0", None),
         ("resumes.0.command", None),
@@ -341,7 +343,7 @@ def test_a_value_of_another_type_is_refused(place, value, said, tmp_path):
         section = section[name]
     section[key] = value
     (folder / "run.json").write_text(json.dumps(whole))
-    with pytest.raises(UsageError, match=rf"run\.json: '{place}' is .*, must be [a-z ]+; give a run folder that training wrote"):
+    with pytest.raises(UsageError, match=rf"run\.json: '{place}[.a-z]*' is .*, must be [a-z ]+; give a run folder that training wrote"):
         read_run(folder)
 
 

@@ -121,6 +121,7 @@ FORMATS = {
     "a.jsonlines.XZ": lzma.compress(jsonl(TEXTS)),
     "a.Json.bz2": bz2.compress(jsonl(TEXTS[:7])) + bz2.compress(jsonl(TEXTS[7:])),
     "a.ndjson.zstd": zst(jsonl(TEXTS)),
+    "padded.jsonl.xz": lzma.compress(jsonl(TEXTS[:7])) + bytes(4) + lzma.compress(jsonl(TEXTS[7:])) + bytes(8),
     "mark.jsonl": b"\xef\xbb\xbf" + jsonl(TEXTS),
     "crlf.jsonl": jsonl(TEXTS).replace(b"\n", b"\r\n") + b"\r\n",
     "unended.jsonl": jsonl(TEXTS).rstrip(),
@@ -206,6 +207,9 @@ def test_folders_and_globs_say_what_they_leave_out(run, tmp_path):
         _, found, _, out, _ = run(source, tmp_path / "b.JSONL", options=("--on_error", "skip"))
         assert found == all_of(TEXTS) and " .docx\n" in out
     assert "no document; left out: 1 .docx" in run(tmp_path / "a.docx", options=("--on_error", "skip"))[4]
+    (tmp_path / "link.txt").symlink_to("nowhere")
+    (tmp_path / "manifest.json").write_text('{"files": 2}')  # of another tool: the folder is no prepared corpus
+    assert "left out: 1 .\\x1b[31m" in (said := run(tmp_path, options=("--on_error", "skip"))[3]) and "1 broken link" in said
 
 
 def test_what_describes_a_dataset_is_no_text(run, tmp_path):
@@ -249,6 +253,7 @@ def test_a_separator_cuts_a_text_file_into_documents(run, tmp_path, monkeypatch,
     assert manifest["options"]["separator"] == mark
     assert f"{mark!r} occurs 1 times in the texts: it is text there and ends no document" in out
     assert run(tmp_path / "d.py", options=("--separator", "\\n\n\\n"))[1] == all_of(texts[:4])
+    assert "'===' does not occur in 1 text file" in run(tmp_path / "a.txt", options=("--separator", "==="))[3]
     _, found, *_ = run(*every, options=("--separator", mark, "--dedup", "exact", "--max_docs", "5"))
     assert found == all_of([*texts[:5], "not" + mark + "cut"])
 
@@ -835,7 +840,7 @@ def test_links_to_files_are_read_and_those_to_folders_are_not_followed(run, tmp_
     for source in (root, tmp_path / "named", f"{root}/**/*.txt", f"{tmp_path}/named/**"):
         _, found, manifest, *_ = run(source)
         assert sorted(found["train"] + found["val"]) == sorted([*TEXTS, TEXTS[0], "other"]), source
-        assert not manifest["dropped"]
+        assert manifest["dropped"] == {"broken link": 1}
 
 
 # Large records

@@ -408,7 +408,13 @@ def test_a_tokenizer_that_cannot_be_used_is_one_line(of_others, source, tmp_path
     assert main([*map(str, arguments), str(no_end), "--end_of_text", "<|stop|>", "--quiet"]) == 0
 
 
-WORD_PIECE = {"type": "WordPiece", "unk_token": "x", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9, "vocab": {"</s>": 0}}
+WORD_PIECE = {
+    "type": "WordPiece",
+    "unk_token": "x",
+    "continuing_subword_prefix": "#",
+    "max_input_chars_per_word": 9,
+    "vocab": {"</s>": 0, "zq": 1},
+}
 BYTE_PAIR = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}
 
 
@@ -455,6 +461,13 @@ def sentencepiece_folder(folder: Path, model: bytes) -> Path:
 
 
 @pytest.mark.skipif(bool(find_spec("sentencepiece")), reason="the package sentencepiece is installed")
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
+    """transformers makes an empty tokenizer of it, with which every text would be lost."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(DataError, match="the tokenizer has no vocabulary"):
+        make_tokenizer(str(tmp_path), [])
+
+
 def test_a_sentencepiece_model_names_the_package_that_reads_it(source, tmp_path):
     folder = sentencepiece_folder(tmp_path / "folder", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     done = run_script("data_pipeline/prepare.py", "--source", source, "--out", tmp_path / "out", "--tokenizer", folder)

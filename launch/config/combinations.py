@@ -47,7 +47,7 @@ OF_OTHER_LOOPS: dict[str, tuple[tuple[str, ...], str]] = {
     "compile": (("deepcompile",), 'which is not supported; leave it out: "fused_kernels": "auto" compiles the blocks'),
     "expert_parallel": (("enabled", "autoep_size", "expert_tensor_parallel_size"), SHARE_DATA),
     "mesh_param": ((), SHARE_DATA),
-    "pipeline": ((), SHARE_DATA),
+    "pipeline": (("stages",), SHARE_DATA),
     "sequence_parallel_size": ((), SHARE_DATA),
     "tensor_parallel": (("autotp_size", "tp_size"), SHARE_DATA),
     "weight_quantization": ((), "which is for weights that are not trained, and this project trains all weights; leave it out"),

@@ -62,14 +62,15 @@ class EngineJson:
     def _override(self, text: str) -> None:
         """Apply `--set key.path=value`; the value is JSON, or else a string."""
         keys, equals, raw = text.partition("=")
-        path = tuple(keys.split("."))
+        path: KeyPath = tuple(keys.split("."))
         if not equals or not raw or not all(path):
             raise UsageError(f"--set {text}: must be KEY=VALUE, e.g. --set zero_optimization.stage=2")
         value: Any = raw
         is_number = re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", raw, re.ASCII)
         if is_number or raw[0] in '{["' or raw in ("true", "false", "null", "NaN", "Infinity", "-Infinity"):
             value, _ = parse_json(raw, f"--set {keys}")
-        section = self.values
+        section: dict[Any, Any] = self.values
+        path = self._documented(path)
         for depth, part in enumerate(path[:-1], start=1):
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
@@ -79,6 +80,14 @@ class EngineJson:
         section[path[-1]] = value
         self._overrides.append(path)
 
+    @staticmethod
+    def _documented(path: KeyPath) -> KeyPath:
+        """`path` below a section for which DeepSpeed has two names, with the documented one."""
+        for old, (new, if_true) in engine_schema().other_names.items():
+            if if_true is None and path[: (depth := old.count(".") + 1)] == tuple(old.split(".")) and len(path) > depth:
+                return (*new.split("."), *path[depth:])
+        return path
+
     def _take_other_names(self) -> None:
         """Give the keys for which DeepSpeed has two names the documented one."""
         for old, (new, if_true) in engine_schema().other_names.items():
@@ -87,7 +96,7 @@ class EngineJson:
             if not isinstance(section, dict) or path[-1] not in section:
                 continue
             value = section[path[-1]]
-            if to[-1] in section and not self._is_overridden(path):
+            if to[-1] in section and path not in self._overrides:
                 self.fault(path, f"is another name of '{new}', which is given too; leave out one of them")
             elif if_true is not None and not isinstance(value, bool):
                 self.fault(path, f"is {json.dumps(value)}; write true or false")

@@ -69,9 +69,12 @@ def read_json_object(file: Path, fix: str) -> dict[str, Any]:
 def wrong_type(content: Any, required: Types, optional: Types) -> str | None:
     """The first value in `content` of another type: "'seed' is null, must be a whole number". None if there is none.
 
-    A whole number must not be negative. A key of `optional` may be missing.
+    A whole number must not be negative. A key of `optional` may be missing, and then those below it.
     """
     for key, types in (required | optional).items():
+        above = key.rpartition(".")[0]
+        if above in optional and not any(isinstance(value, (dict, list)) for _, value in _values_at(content, above.split("."), ())):
+            continue
         for name, value in _values_at(content, key.split("."), ()):
             if (value is _MISSING and key in optional) or (type(value) in types and not (type(value) is int and value < 0)):
                 continue

@@ -19,7 +19,7 @@ _STRING = r'"(?:[^"\\]|\\.)*"'
 #: The strings and the punctuation of valid JSON.
 _TOKEN = re.compile(_STRING + r"|[{}\[\],:]")
 #: What DeepSpeed's reader accepts beside JSON, outside of strings: comments, and then commas before a closing bracket.
-_BESIDE_JSON = [re.compile(rf"{_STRING}?|({extra})", re.DOTALL) for extra in (r"(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", r",(?=\s*[}\]])")]
+_BESIDE_JSON = [re.compile(rf"{_STRING}?|({extra})", re.DOTALL) for extra in (r"(?://|\#)[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])")]
 #: Keys of which the value is a comment.
 _COMMENT_KEY = re.compile(r"_+comment.*|comments?|//.*|\#.*", re.DOTALL | re.IGNORECASE)
 LARGEST = 2**63  # later code computes in int64 and fp64

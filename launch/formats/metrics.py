@@ -21,6 +21,7 @@ RUN_KEYS: Types = {
     **dict.fromkeys(("global_batch_size", "micro_batch_size"), (int,)),
     "no_cross_document": (bool,),
     "command": (list,),
+    **dict.fromkeys(("finished.step", "finished.tokens"), (int,)),  # once it has finished
 }
 #: Those that earlier versions did not write, or that depend on the run.
 OPTIONAL_RUN_KEYS: Types = {
@@ -30,8 +31,6 @@ OPTIONAL_RUN_KEYS: Types = {
     "resumes.*.changes.*": (str,),
     "spike_rule": (str, NoneType),
     "finished": (dict, NoneType),
-    "finished.step": (int,),
-    "finished.tokens": (int,),
 }
 #: The numbers of a line that every reader needs; null where one is not finite.
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")

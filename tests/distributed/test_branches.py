@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from data_pipeline.staging import remove_abandoned
 from launch.config.run_config import resolve
 from launch.config.steps import planned_steps
 from launch.errors import UsageError
@@ -125,6 +126,8 @@ def test_the_next_start_removes_what_a_killed_one_has_copied(long, corpus, tmp_p
         start_branch(config, tmp_path / "branch", description)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert any(path.name.startswith(".branch.") for path in tmp_path.iterdir())
+    remove_abandoned(tmp_path)  # as every start does, under any name
+    assert not list(tmp_path.iterdir())
     start_branch(config, tmp_path / "branch", description)
     assert [path.name for path in tmp_path.iterdir()] == ["branch"]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from data_pipeline.staging import remove_unfinished, write_atomically
+from data_pipeline.staging import remove_abandoned, remove_unfinished, write_atomically
 from launch.config.explain import learning_rate
 from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
@@ -126,6 +126,7 @@ def open_run_folder(config: RunConfig, path: Path) -> RunFolder:
         UsageError: see `RunFolder` and `launch.training.checkpoints.branch.start_branch`.
     """
     description = describe_run(config)
+    remove_abandoned(path.parent)
     if branches := config.branch_from is not None and not path.exists():
         start_branch(config, path, description)
     return RunFolder(path, description, config.quiet, branches)
@@ -262,10 +263,11 @@ class RunFolder:
         rate = learning_rate(config)
         if not math.isclose(rate(step, state["tokens"]), before, rel_tol=1e-6):
             after = rate(step + 1, state["tokens"] + config.tokens_per_step)
+            constant = config.scheduler["type"] == "WarmupStableDecayTokens"
+            way = "with the warm-up of the run" if constant else "of a run with --set scheduler.type=WarmupStableDecayTokens"
             self.log(
                 f"warning: the learning rate goes from {before:.2e} (step {step}) to {after:.2e}, because this start has another schedule, "
-                "rate, warm-up or length; to train longer without a jump, use --set scheduler.type=WarmupStableDecayTokens, and "
-                "--branch_from a checkpoint before its decay",
+                f"rate, warm-up or length; to train longer without a jump, --branch_from a checkpoint before the decay, {way}",
                 always=True,
             )
 
