@@ -397,7 +397,7 @@ def test_losses_of_different_things_are_refused_or_marked(change, values, make):
 
 
 def test_batch_sizes_that_differ_are_compared_by_the_loss_of_the_whole_split(make):
-    whole, end = (*ZERO_1, "--whole_eval"), {"finished": {"whole_val_loss": 4.5}}
+    whole, end = (*ZERO_1, "--whole_eval"), {"finished": {"step": 20, "tokens": 20480, "whole_val_loss": 4.5}}
     halved = (*whole, "--global_batch_size", "4", "--steps", str(2 * STEPS))
     runs = [make(f"a{seed}", whole, seed, change=end) for seed in (1, 2)]
     runs += [make(f"b{seed}", halved, seed, lines(steps=2 * STEPS), end) for seed in (1, 2)]
