@@ -61,13 +61,14 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
                     folder.rmdir()
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of every `staged_folder` that is not worth keeping."""
+def remove_abandoned(folder: Path, worth_keeping: Callable[[Path], bool]) -> None:
+    """Remove every partial folder in `folder` that a killed process left and that is not `worth_keeping`."""
     for file in folder.glob(".*.lock"):
         with suppress(OSError), open(file) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(file.with_suffix(".partial"), ignore_errors=True)
-            file.unlink()
+            if not worth_keeping(partial := file.with_suffix(".partial")):
+                shutil.rmtree(partial, ignore_errors=True)
+                file.unlink()
 
 
 def partial_folder(out: Path) -> Path:

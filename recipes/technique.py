@@ -158,12 +158,16 @@ class Declaration:
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 
+def divisors(number: int) -> set[int]:
+    """The divisors of a positive number."""
+    return {divisor for low in range(1, math.isqrt(number) + 1) if number % low == 0 for divisor in (low, number // low)}
+
+
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     if limit >= number:
         return number or limit
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return max((size for low in small for size in (low, number // low) if size <= limit), default=0)
+    return max((size for size in divisors(number) if size <= limit), default=0)
 
 
 def without_auto(section: dict[str, Any]) -> dict[str, Any]:

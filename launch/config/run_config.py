@@ -36,7 +36,7 @@ from launch.formats.json_lines import KeyPath, dotted
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import Run, Techniques, largest_divisor
+from recipes.technique import Run, Techniques, divisors, largest_divisor
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -484,10 +484,6 @@ def _key_or_flag(engine: EngineJson, key: str, flag: str) -> str:
     return f"--{flag}" if engine.get(key) is None else f"'{key}'"
 
 
-def _divisors(number: int) -> set[int]:
-    return {divisor for one in range(1, math.isqrt(number) + 1) if number % one == 0 for divisor in (one, number // one)}
-
-
 def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
     """Global batch, micro-batch and accumulation, where global = micro x accumulation x ranks; computes those that are not given."""
     written = [(key,) for key in BATCH_KEYS if engine.get(key) is not None]
@@ -519,7 +515,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     if rest:
         return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; give {fits[0]}")
     if micro and not accumulation:
-        near = sorted(sorted(_divisors(per_rank), key=lambda size: abs(size - micro))[:2])
+        near = sorted(sorted(divisors(per_rank), key=lambda size: abs(size - micro))[:2])
         fits.append(f"{_key_or_flag(engine, 'train_micro_batch_size_per_gpu', 'micro_batch_size')} {' or '.join(map(str, near))}")
     if micro is None and accumulation is not None:
         micro = max(1, per_rank // accumulation)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.staging import remove_abandoned
 from launch.config.run_config import resolve
 from launch.config.steps import planned_steps
 from launch.errors import UsageError
@@ -126,8 +125,16 @@ def test_the_next_start_removes_what_a_killed_one_has_copied(long, corpus, tmp_p
         start_branch(config, tmp_path / "branch", description)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert any(path.name.startswith(".branch.") for path in tmp_path.iterdir())
-    remove_abandoned(tmp_path)  # as every start does, under any name
-    assert not list(tmp_path.iterdir())
+    corpus_left = tmp_path / ".corpus.partial"
+    corpus_left.mkdir()
+    corpus_left.with_suffix(".lock").touch()
+    run = flags(corpus, tmp_path, "other", "--steps", "20")
+    folder = open_run_folder(resolve(run, ranks=2)[0], tmp_path / "other")  # any start
+    folder.abandon()
+    folder.close()
+    assert {path.name for path in tmp_path.iterdir()} == {".corpus.partial", ".corpus.lock"}
+    shutil.rmtree(corpus_left)
+    corpus_left.with_suffix(".lock").unlink()
     start_branch(config, tmp_path / "branch", description)
     assert [path.name for path in tmp_path.iterdir()] == ["branch"]
 

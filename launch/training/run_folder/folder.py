@@ -126,7 +126,8 @@ def open_run_folder(config: RunConfig, path: Path) -> RunFolder:
         UsageError: see `RunFolder` and `launch.training.checkpoints.branch.start_branch`.
     """
     description = describe_run(config)
-    remove_abandoned(path.parent)
+    # Of killed branches; --runs_dir may also hold a corpus whose preparation can be continued.
+    remove_abandoned(path.parent, worth_keeping=lambda partial: not (partial / "checkpoints").is_dir())
     if branches := config.branch_from is not None and not path.exists():
         start_branch(config, path, description)
     return RunFolder(path, description, config.quiet, branches)
