@@ -88,7 +88,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     model.load_state_dict(to_hf_state_dict(GPT(config.model_config).state_dict(), shape))
     model.config.use_cache = False
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    engine = dict.fromkeys(auto, "auto") | {"bf16": {"enabled": "auto"}, "zero_optimization": config.engine["zero_optimization"]}
+    engine = dict.fromkeys(auto, "auto") | {"bf16": {"enabled": "auto"}, "zero_optimization": config.ds_config["zero_optimization"]}
     params = config.optimizer["params"]
     trainer = Trainer(
         model=model,
@@ -106,7 +106,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             adam_beta1=params["betas"][0],
             adam_beta2=params["betas"][1],
             adam_epsilon=params["eps"],
-            max_grad_norm=config.engine["gradient_clipping"],
+            max_grad_norm=config.ds_config["gradient_clipping"],
             lr_scheduler_type="cosine_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": config.scheduler["params"]["min_lr"] / config.lr},
             warmup_steps=config.warmup_steps,

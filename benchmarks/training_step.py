@@ -68,7 +68,7 @@ class PlainLoop:
                 loss = self.loss(batch[:, :-1], batch[:, 1:]) / len(batches)
             loss.backward()
             total += loss.detach()
-        self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.engine["gradient_clipping"])
+        self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.ds_config["gradient_clipping"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(total)
@@ -92,7 +92,7 @@ class Interleaved(Observer):
         self.peak_bytes = 0
 
     def start(self, engine: Any) -> None:
-        self.config, self.engine, self.device = engine.config, engine.deepspeed, engine.collectives.device
+        self.config, self.engine, self.device = engine.config, engine.ds_engine, engine.collectives.device
 
     def on_step(self, step: int) -> None:
         ended = time.perf_counter()

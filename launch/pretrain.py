@@ -62,7 +62,7 @@ def main() -> int:
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
         path = check_run_folder(config.runs_dir, config.run_name, config.resume, stored=bool(config.checkpoint_store))
-        check_monitors(config.engine, path)
+        check_monitors(config.ds_config, path)
         if store := CheckpointStore.of(config):
             check_store(store, path, config.resume)
         if verified := config.corpus.n_bytes <= LARGEST_VERIFIED:
@@ -114,7 +114,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     checkpoints = Checkpoints(
         path / "checkpoints",
         config.keep,
-        engine.deepspeed,
+        engine.ds_engine,
         techniques,
         collectives,
         on_failure=stop.request,
@@ -167,20 +167,20 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         with observer.training(), checkpoints, Progress(config, state, folder) as progress:
             while state["tokens"] < config.total_tokens and not stopped:
                 step = state["step"] + 1
-                plan = techniques.on_step(step, whole_step(config))
-                tokens = state["tokens"] + plan.tokens * collectives.world_size
+                work = techniques.on_step(step, whole_step(config))
+                tokens = state["tokens"] + work.tokens * collectives.world_size
                 observer.on_step(step)
                 meter.start_step()
                 lr = engine.set_learning_rate(tokens)
-                for batch in loader.micro_batches(state["samples"], plan.micro_batch_size, plan.accumulation):
+                for batch in loader.micro_batches(state["samples"], work.micro_batch_size, work.accumulation):
                     batch = techniques.on_batch(batch)
                     observer.on_batch(batch)
-                    own_loss = engine.backward_and_step(engine.loss(batch), plan.accumulation)
-                mean_loss, stopped = meter.reduce_loss_and_signal(own_loss, stop.poll())
-                metrics = dict(**meter.end_step(plan), **techniques.metrics())  # no name may occur twice
+                    step_loss = engine.backward_and_step(engine.loss(batch), work.accumulation)
+                mean_loss, stopped = meter.reduce_loss_and_signal(step_loss, stop.poll())
+                metrics = dict(**meter.end_step(work), **techniques.metrics())  # no name may occur twice
                 observer.after_step(step)
 
-                samples = state["samples"] + plan.sequences * collectives.world_size
+                samples = state["samples"] + work.sequences * collectives.world_size
                 state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None, "spike_window": spikes.window()}
                 last = tokens >= config.total_tokens
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))

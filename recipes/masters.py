@@ -38,16 +38,16 @@ def fragments_of_rank(group: Iterable[tuple[str, int, int]], rank: int, part: in
     return fragments
 
 
-def master_weights(engine: Any) -> Iterator[Master]:
-    """The tensors that this rank's optimizer updates, in its order. `engine` is DeepSpeed's."""
-    wrapper, rank = engine.optimizer, engine.global_rank
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    if engine.zero_optimization_stage() == 0:
+def master_weights(ds_engine: Any) -> Iterator[Master]:
+    """The tensors that this rank's optimizer updates, in its order.."""
+    wrapper, rank = ds_engine.optimizer, ds_engine.global_rank
+    names = {id(parameter): name for name, parameter in ds_engine.module.named_parameters()}
+    if ds_engine.zero_optimization_stage() == 0:
         halves = getattr(wrapper, "fp16_groups", None) or [group["params"] for group in wrapper.param_groups]
         fulls = getattr(wrapper, "fp32_groups", None) or halves
         for half, full in ((half, full) for group in zip(halves, fulls, strict=True) for half, full in zip(*group, strict=True)):
             yield Master(full, [Fragment(names[id(half)], 0, 0, half.numel())])
-    elif engine.zero_optimization_stage() == 3:
+    elif ds_engine.zero_optimization_stage() == 3:
         for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True):
             fragments, start = [], 0
             for parameter in group:

@@ -17,7 +17,7 @@ from model.gpt import GPT
 from recipes.blocks import blocks
 from recipes.compressed_all_reduce import CompressedAllReduce
 from recipes.optimizers import ADAM_KEYS, require_stage_0
-from recipes.technique import Declaration, Run, StepPlan, Technique
+from recipes.technique import Declaration, RunSettings, StepWork, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
@@ -234,7 +234,7 @@ class CompressedTechnique(Technique):
     #: Without the compression errors, which `__init__` adds.
     optimizer_tensors: float = 2
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         self.params, self._ranks, name = section, run.ranks, self.declaration.name
         self.resolved_params = {}
         if run.ranks > 1:  # each rank keeps the error of its own compression, and that of its part of the mean
@@ -242,15 +242,15 @@ class CompressedTechnique(Technique):
         require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank")
         # MB that a rank sends in a step with mean gradients, and in a step with compressed momentum.
         elements = 2 * (run.ranks - 1) / run.ranks * parameter_count(run.model_config) / 1e6
-        self._whole = elements * WIDTH[run.engine.get("communication_data_type") or run.precision]
+        self._whole = elements * WIDTH[run.ds_config.get("communication_data_type") or run.precision]
         self._compressed = elements / 8
-        self._engine: Any = None
+        self._ds_engine: Any = None
 
     @abstractmethod
     def _exchanges(self, steps: int) -> tuple[int, int]:
         """How many of the first `steps` steps send mean gradients, and how many send compressed momentum."""
 
-    def bytes_sent(self, planned: int, steps: int) -> int:
+    def bytes_sent(self, base: int, steps: int) -> int:
         whole, compressed = self._exchanges(steps)
         return round(1e6 * (whole * self._whole + compressed * self._compressed) / steps)
 
@@ -261,7 +261,7 @@ class CompressedTechnique(Technique):
         self.resolved_params[key] = auto, reason
         return auto
 
-    def _first_phase(self, key: str, run: Run) -> int:
+    def _first_phase(self, key: str, run: RunSettings) -> int:
         """The steps of the first phase: the value of `key`."""
         return self._value(key, max(1, round(self.auto_share * run.steps)), f"{self.auto_share} of the run's steps, of whole batches")
 
@@ -278,22 +278,22 @@ class CompressedTechnique(Technique):
         self._place = {id(p): place for place, p in enumerate(p for group in param_groups for p in group["params"])}
         return self._optimizer
 
-    def attach(self, engine: Any, collectives: Any) -> None:
-        self._engine = engine
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
+        self._ds_engine = ds_engine
         self._optimizer.bind(collectives)
 
     def _updates_before(self, step: int) -> int:
         """The number of updates before `step`, without the steps that fp16 skipped."""
-        return step - 1 - (self._engine.skipped_steps if self._engine is not None else 0)
+        return step - 1 - (self._ds_engine.skipped_steps if self._ds_engine is not None else 0)
 
-    def _set_up_step(self, plan: StepPlan, whole_gradients: bool) -> None:
+    def _set_up_step(self, work: StepWork, whole_gradients: bool) -> None:
         """Set whether the engine reduces the gradients of the step, and which rows of embeddings have gradients.
 
         On one rank the engine always reduces: this changes no gradient, and their norm is then exact.
         """
-        if self._engine is not None:
-            self._engine.enable_backward_allreduce = whole_gradients or self._ranks == 1
-            used = self._model.used_rows(plan.seq_len)
+        if self._ds_engine is not None:
+            self._ds_engine.enable_backward_allreduce = whole_gradients or self._ranks == 1
+            used = self._model.used_rows(work.seq_len)
             self._optimizer.used_rows = {self._place[id(parameter)]: rows for parameter, rows in used.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class FreezingTechnique(CompressedTechnique):
     compressing = False
     _optimizer: FreezingOptimizer
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         super().__init__(section, run)
         self.freeze_step = self._first_phase("freeze_step", run)
         if not self.resolved_params:
@@ -348,13 +348,13 @@ class FreezingTechnique(CompressedTechnique):
         whole = min(self.freeze_step, steps)
         return whole, steps - whole
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+    def on_step(self, step: int, work: StepWork) -> StepWork:
         self.compressing = self._updates_before(step) >= self.freeze_step
-        if self._engine is not None:
+        if self._ds_engine is not None:
             self.compressing |= bool(self._optimizer.frozen)
             self._optimizer.compressing = self.compressing
-        self._set_up_step(plan, whole_gradients=not self.compressing)
-        return plan
+        self._set_up_step(work, whole_gradients=not self.compressing)
+        return work
 
     def metrics(self) -> dict[str, float]:
         return {"compressed": int(self.compressing and self._ranks > 1)}

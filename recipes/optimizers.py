@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.technique import Run
+from recipes.technique import RunSettings
 
 #: A step count so large that beta^step is 0 for every beta in use, and that fp32 cannot increase by 1: Adam then corrects no bias.
 LATE_STEP = 1e9
@@ -22,7 +22,7 @@ def adam_arguments(params: dict[str, Any]) -> tuple[float, list[float], float, f
     return params["lr"], params["betas"], params["eps"], params["weight_decay"], params["bias_correction"]
 
 
-def require_stage_0(run: Run, reason: str) -> None:
+def require_stage_0(run: RunSettings, reason: str) -> None:
     """Refuse ZeRO for an optimizer that needs whole tensors on every rank, for `reason`.
 
     Raises:

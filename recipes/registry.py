@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from recipes.claims import Claim
-from recipes.technique import Run, Technique, Techniques
+from recipes.technique import RunSettings, Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBEDS = ROOT / "recipes" / "testbeds"
@@ -66,7 +66,7 @@ class Testbed:
 
 @dataclass(frozen=True)
 class Experiment:
-    """The plan of a recipe on a testbed.
+    """How a recipe is compared with its control on a testbed.
 
     Attributes:
         seeds: number of runs, with seeds from 1 on; planned before the first run.
@@ -223,7 +223,7 @@ def technique_classes() -> tuple[type[Technique], ...]:
     return tuple(classes)
 
 
-def make_techniques(run: Run) -> Techniques:
+def make_techniques(run: RunSettings) -> Techniques:
     """Build the techniques that the resolved configuration `run` switches on, each from its section of the JSON.
 
     `run.techniques` has the sections, `run.optimizer` the optimizer with its type and parameters.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSettings:
     """The part of the resolved run that techniques may read. Batch sizes are in sequences; `steps` assumes whole batches in every step."""
 
     shape: ModelShape
@@ -36,7 +36,7 @@ class Run:
     steps: int
     total_tokens: int
     warmup_steps: int
-    engine: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
+    ds_config: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     techniques: dict[str, dict[str, Any]]  # our own sections, by name
@@ -53,19 +53,19 @@ class Run:
 
     @property
     def zero_stage(self) -> int:
-        return self.engine["zero_optimization"]["stage"]
+        return self.ds_config["zero_optimization"]["stage"]
 
     @property
     def precision(self) -> str:
         """`fp16`, `bf16` or `fp32`."""
-        return next((name for name in ("fp16", "bf16") if self.engine.get(name, {}).get("enabled")), "fp32")
+        return next((name for name in ("fp16", "bf16") if self.ds_config.get(name, {}).get("enabled")), "fp32")
 
     def offload(self, key: str) -> str:
         """Where `offload_optimizer` or `offload_param` puts its tensors: "none", "cpu" or "nvme"."""
-        return (self.engine["zero_optimization"].get(key) or {}).get("device") or "none"
+        return (self.ds_config["zero_optimization"].get(key) or {}).get("device") or "none"
 
 
-class StepPlan(NamedTuple):
+class StepWork(NamedTuple):
     """The work of one optimizer step on every rank. The length of the run and its FLOPs follow from it.
 
     Attributes:
@@ -93,9 +93,9 @@ class StepPlan(NamedTuple):
         return self.sequences * self.rows_per_sequence * self.seq_len
 
 
-def whole_step(run: Run) -> StepPlan:
+def whole_step(run: RunSettings) -> StepWork:
     """The step of a run without techniques."""
-    return StepPlan(run.micro_batch_size, run.gradient_accumulation_steps, run.shape.seq_len)
+    return StepWork(run.micro_batch_size, run.gradient_accumulation_steps, run.shape.seq_len)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Technique:
     #: For the MFU: the arithmetic of the matrix products; empty: that of the run.
     matmul_dtype: str = ""
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         """Read `section`, which follows the rules of `declaration.keys`, and check its values against `run`.
 
         Raises:
@@ -219,7 +219,7 @@ class Technique:
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         """Return the run's optimizer, or None if another technique, torch or DeepSpeed provides it."""
 
-    def attach(self, engine: Any, collectives: Any) -> None:
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
         """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes of
         tensors.
 
@@ -228,13 +228,13 @@ class Technique:
         rows, and `gather(value)` and `any(flag)` for Python values.
         """
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+    def on_step(self, step: int, work: StepWork) -> StepWork:
         """Compute the schedule of optimizer step `step` (from 1), before its first micro-batch.
 
-        `plan` comes from the techniques before this one. Return it, changed if this technique changes the batch, the length of the rows or
+        `work` comes from the techniques before this one. Return it, changed if this technique changes the batch, the length of the rows or
         the blocks that run. Steps come in any order, and before `attach` when a run is planned or explained.
         """
-        return plan
+        return work
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids to the rows that `on_step` planned."""
@@ -266,9 +266,9 @@ class Technique:
         """Values for the step's line in `metrics.jsonl`; before `attach`, those that follow from the schedule alone."""
         return {}
 
-    def bytes_sent(self, planned: int, steps: int) -> int:
-        """Mean bytes that a rank sends per step, over a run of `steps` steps. `planned`: those of DeepSpeed's own communication."""
-        return planned
+    def bytes_sent(self, base: int, steps: int) -> int:
+        """Mean bytes that a rank sends per step, over a run of `steps` steps. `base`: those of DeepSpeed's own communication."""
+        return base
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Bytes on one rank that replace terms of the memory plan, or are added to it.
@@ -323,24 +323,24 @@ class Techniques(Technique):
         assert len(found) <= 1, "the configuration names one optimizer"
         return found[0] if found else None
 
-    def attach(self, engine: Any, collectives: Any) -> None:
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
         for member in self.members:
-            member.attach(engine, collectives)
+            member.attach(ds_engine, collectives)
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+    def on_step(self, step: int, work: StepWork) -> StepWork:
         for member in self.members:
-            before, plan = plan, member.on_step(step, plan)
-            assert member.declaration.changes_tokens or plan.tokens == before.tokens, (
-                f"{type(member).__name__}.on_step changes the tokens of step {step} from {before.tokens} to {plan.tokens}; write"
+            before, work = work, member.on_step(step, work)
+            assert member.declaration.changes_tokens or work.tokens == before.tokens, (
+                f"{type(member).__name__}.on_step changes the tokens of step {step} from {before.tokens} to {work.tokens}; write"
                 " changes_tokens=True in its Declaration"
             )
-        self._rows = plan.micro_batch_size * plan.rows_per_sequence, plan.seq_len + 1
-        return plan
+        self._rows = work.micro_batch_size * work.rows_per_sequence, work.seq_len + 1
+        return work
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         for member in self.members:
             tokens = member.on_batch(tokens)
-        assert tokens.shape == self._rows, f"a technique made rows of {tuple(tokens.shape)}, and the plan of the step is {self._rows}"
+        assert tokens.shape == self._rows, f"a technique made rows of {tuple(tokens.shape)}, and the step has {self._rows}"
         return tokens
 
     def on_gradients(self) -> None:
@@ -360,10 +360,10 @@ class Techniques(Technique):
             found = dict(**found, **member.metrics())  # no name may occur twice
         return found
 
-    def bytes_sent(self, planned: int, steps: int) -> int:
+    def bytes_sent(self, base: int, steps: int) -> int:
         for member in self.members:
-            planned = member.bytes_sent(planned, steps)
-        return planned
+            base = member.bytes_sent(base, steps)
+        return base
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}

@@ -93,7 +93,7 @@ def sections(corpus, tmp_path, *sets: str):
 def test_it_is_on_where_the_section_asks_for_something(changes, checkpoints, corpus, tmp_path):
     config = sections(corpus, tmp_path, *changes)
     assert make_techniques(config).checkpointed_segments == checkpoints
-    assert "activation_checkpointing" not in config.engine
+    assert "activation_checkpointing" not in config.ds_config
     assert config.notes == ()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.batch_size_warmup.technique import BatchSizeWarmup, stages
-from recipes.technique import StepPlan
+from recipes.technique import StepWork
 from tests import helpers
 
 explain = partial(helpers.explain, "--recipe", "recipes/batch_size_warmup")
@@ -71,15 +71,15 @@ def test_what_is_left_auto_is_valid_for_any_batch(given, ranks):
         if not given:
             assert sizes[0] == ranks if per_rank < 4 else sizes[0] <= ranks * per_rank / 4
         for step in (1, 10, 100, 1999):
-            plan = technique.on_step(step, StepPlan(0, 0, 64))
-            assert plan.sequences * ranks == sizes[step - 1]
-            assert plan.micro_batch_size <= technique.micro_batch_size
+            work = technique.on_step(step, StepWork(0, 0, 64))
+            assert work.sequences * ranks == sizes[step - 1]
+            assert work.micro_batch_size <= technique.micro_batch_size
 
 
 def test_the_micro_batch_is_the_largest_divisor_up_to_the_runs():
     technique = made({"min_batch_size": 2, "increment": 2}, 2, 8, micro_batch_size=4)
-    plans = dict.fromkeys(technique.on_step(step, StepPlan(0, 0, 64)) for step in range(1, 1000))
-    assert [plan[:2] for plan in plans] == [
+    plans = dict.fromkeys(technique.on_step(step, StepWork(0, 0, 64)) for step in range(1, 1000))
+    assert [work[:2] for work in plans] == [
         (1, 1),
         (2, 1),
         (3, 1),

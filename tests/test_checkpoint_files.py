@@ -21,7 +21,7 @@ from launch.formats.checkpoint_files import (
     state_text,
     verify,
 )
-from launch.formats.engine_files import EngineLayout
+from launch.formats.deepspeed_files import DeepSpeedLayout
 from launch.formats.tensor_files import Ignored, UnreadableFile, load_tensors
 
 STATE = {"step": 20, "tokens": 5120, "samples": 160, "val_loss": 6.123456789012345}
@@ -200,10 +200,10 @@ def test_a_folder_of_a_checkpoint_may_be_a_link_and_hides_nothing(tmp_path):
 )
 def test_a_default_that_is_written_out_is_no_other_layout(stage, defaults):
     """DeepSpeed loads it itself. A move would refuse an optimizer on NVMe."""
-    plain = EngineLayout.of({"zero_optimization": {"stage": stage}}, 2)
-    assert EngineLayout.of({"zero_optimization": {"stage": stage, **defaults}}, 2) == plain
+    plain = DeepSpeedLayout.of({"zero_optimization": {"stage": stage}}, 2)
+    assert DeepSpeedLayout.of({"zero_optimization": {"stage": stage, **defaults}}, 2) == plain
     others = dict.fromkeys(defaults, 1)
-    assert EngineLayout.of({"zero_optimization": {"stage": stage, **others}}, 2) != plain
+    assert DeepSpeedLayout.of({"zero_optimization": {"stage": stage, **others}}, 2) != plain
 
 
 class Attribute:

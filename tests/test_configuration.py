@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from launch.config.engine_schema import engine_schema
+from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
@@ -187,7 +187,7 @@ def test_batch_arithmetic(ranks, given, expected, resolved):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = resolved(ranks=ranks, **{name: "auto" if value is None else value for name, value in zip(names, given, strict=True)})
     assert (config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == expected
-    assert tuple(config.engine[name] for name in names) == expected
+    assert tuple(config.ds_config[name] for name in names) == expected
     left_out = resolved(ranks=ranks, **dict(zip(names, given, strict=True)))
     assert (left_out.global_batch_size, left_out.micro_batch_size, left_out.gradient_accumulation_steps) == expected
 
@@ -227,7 +227,7 @@ def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved
 
 
 def test_a_set_value_is_a_number_only_as_a_whole(resolved):
-    assert resolved("--set", "wandb.project=2024-run").engine["wandb"]["project"] == "2024-run"
+    assert resolved("--set", "wandb.project=2024-run").ds_config["wandb"]["project"] == "2024-run"
     shape = ["--set", "scheduler.type=WarmupStableDecayTokens", "--set", "scheduler.params.decay_shape=1-sqrt"]
     assert resolved(*shape).scheduler["params"]["decay_shape"] == "1-sqrt"
     assert resolved("--set", "optimizer.params.eps=1e-6").optimizer["params"]["eps"] == 1e-6
@@ -246,7 +246,7 @@ def test_a_json_without_a_scheduler_gets_ours(resolved):
 def test_hugging_face_style_auto_inside_zero(resolved):
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     config = resolved("--d_model", "128", **{"zero_optimization.stage": 3} | {f"zero_optimization.{key}": "auto" for key in sizes})
-    zero = config.engine["zero_optimization"]
+    zero = config.ds_config["zero_optimization"]
     assert [zero[key] for key in sizes] == [128 * 128, 14745, 1280]  # hidden^2, 0.9 hidden^2, 10 hidden
 
 
@@ -258,7 +258,7 @@ def test_auto_precision_is_bf16_unless_fp16_is_asked_for(fp16, bf16, precision, 
     processor("avx512_bf16")
     config = resolved(**{"fp16.enabled": fp16, "bf16.enabled": bf16})
     assert config.precision == precision
-    assert [type(config.engine[key]["enabled"]) for key in ("fp16", "bf16")] == [bool, bool]
+    assert [type(config.ds_config[key]["enabled"]) for key in ("fp16", "bf16")] == [bool, bool]
 
 
 #: As transformers documents it: every value that the trainer knows is "auto", and the file serves fp16 and bf16.
@@ -341,9 +341,9 @@ def test_set_changes_one_value(resolved):
         *("--set", "gradient_clipping=0.25"),
     )
     assert (config.zero_stage, config.precision) == (2, "fp32")
-    assert config.engine["gradient_clipping"] == 0.25  # the last one counts
+    assert config.ds_config["gradient_clipping"] == 0.25  # the last one counts
     assert (config.optimizer["type"], config.optimizer["params"]["betas"]) == ("Adam", [0.8, 0.9])
-    assert config.engine["steps_per_print"] == 5
+    assert config.ds_config["steps_per_print"] == 5
     assert resolved("--set", "optimizer.params.lr=0.5").lr == 0.5
 
 
@@ -358,13 +358,13 @@ def test_a_decay_does_not_begin_within_the_warmup(resolved):
 def test_documented_forms_that_people_have_keep_working(resolved):
     config = resolved(**{"optimizer.type": "adamw", "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 2000})
     assert config.optimizer["type"] == "AdamW"
-    assert config.engine["zero_optimization"]["reduce_bucket_size"] == 500_000_000
-    assert type(config.engine["zero_optimization"]["reduce_bucket_size"]) is int
+    assert config.ds_config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert type(config.ds_config["zero_optimization"]["reduce_bucket_size"]) is int
     off = resolved(amp={"enabled": False}, elasticity={"enabled": False}, sparse_gradients=False, autotuning={"enabled": False})
-    assert not {"amp", "elasticity", "sparse_gradients"} & set(off.engine)  # DeepSpeed refuses them even when they are off
-    assert resolved(gradient_clipping="auto").engine["gradient_clipping"] == 1.0
-    assert resolved(gradient_clipping=None).engine["gradient_clipping"] == 1.0
-    assert resolved(gradient_clipping=0).engine["gradient_clipping"] == 0
+    assert not {"amp", "elasticity", "sparse_gradients"} & set(off.ds_config)  # DeepSpeed refuses them even when they are off
+    assert resolved(gradient_clipping="auto").ds_config["gradient_clipping"] == 1.0
+    assert resolved(gradient_clipping=None).ds_config["gradient_clipping"] == 1.0
+    assert resolved(gradient_clipping=0).ds_config["gradient_clipping"] == 0
 
 
 def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
@@ -438,7 +438,7 @@ def test_every_key_that_deepspeed_reads_has_a_rule():
             return self
 
     DeepSpeedConfig(Recorder(train_batch_size=1))
-    schema = engine_schema()
+    schema = deepspeed_schema()
     old, of_recipes = {"bfloat16"}, {cls.declaration.section for cls in technique_classes()}
     of_initialize = {"data_parallel_size", "mesh_param", "sequence_parallel_size"}
     assert looked_for - set(schema.removed) - old - of_recipes | of_initialize == set(schema.keys)

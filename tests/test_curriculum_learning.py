@@ -107,13 +107,13 @@ def test_each_token_is_a_target_once_at_most_behind_the_one_before_it(mode, leng
 
     from launch.config.run_config import resolve
     from recipes.registry import make_techniques
-    from recipes.technique import StepPlan
+    from recipes.technique import StepWork
 
     schedule = ["--set", "curriculum_learning.schedule_type=fixed_discrete", "--set", f"curriculum_learning.mode={mode}"]
     schedule += ["--set", f'curriculum_learning.schedule_config={{"difficulty": [{length}, 64], "max_step": [9]}}']
     flags = ["--recipe", "recipes/curriculum_learning", "--explain", "--seq_len", "64", *schedule]
     (technique,) = make_techniques(resolve(flags)[0]).members
-    technique.on_step(3, StepPlan(3, 1, 64))
+    technique.on_step(3, StepWork(3, 1, 64))
     windows = torch.arange(3 * 65).view(3, 65)  # every token is another
     rows = technique.on_batch(windows)
     assert rows.shape == ((3 * (64 // length) if mode == "reshape" else 3), length + 1)

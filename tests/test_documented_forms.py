@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config.engine_schema import engine_schema
+from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
@@ -153,7 +153,7 @@ def test_a_documented_section_is_accepted(name, corpus, tmp_path):
     if name in WITH_A_WORD:
         (note,) = config.notes
         assert "has no effect here and is left out" in note
-        assert name.removesuffix("_on") not in config.engine
+        assert name.removesuffix("_on") not in config.ds_config
     else:
         assert config.notes == ()
     assert bool(config.lacks) == (name in NEEDING)
@@ -183,7 +183,7 @@ def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):
 
 
 def test_a_file_full_of_keys_that_are_gone_gets_one_list(corpus, tmp_path):
-    schema = engine_schema()
+    schema = deepspeed_schema()
     gone = [key for key in sorted(schema.removed) if "." not in key and key not in OURS]
     file = written(BF16 | {key: {"enabled": True} for key in gone}, tmp_path)
     with pytest.raises(UsageError) as mistake:
@@ -205,8 +205,8 @@ def test_a_section_for_another_layout_of_the_ranks_is_refused(key, corpus, tmp_p
 @pytest.mark.parametrize("values", [OFF, DROPPED_AUTO], ids=["off", "auto"])
 def test_what_is_off_or_auto_is_accepted(values, corpus, tmp_path):
     config, _ = resolve(["--deepspeed_config", written(BF16 | values, tmp_path), "--data", str(corpus)], ranks=8)
-    assert not set(values) - {"zero_optimization"} & set(config.engine)
-    assert "auto" not in config.engine["zero_optimization"].values()
+    assert not set(values) - {"zero_optimization"} & set(config.ds_config)
+    assert "auto" not in config.ds_config["zero_optimization"].values()
 
 
 def test_set_changes_a_section_by_its_other_name(corpus, tmp_path):
@@ -252,7 +252,7 @@ OTHER_NAMES = {
 
 
 def test_every_other_name_that_deepspeed_reads_is_here():
-    assert {tuple(name.split(".")) for name in engine_schema().other_names} == set(OTHER_NAMES)
+    assert {tuple(name.split(".")) for name in deepspeed_schema().other_names} == set(OTHER_NAMES)
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES, ids=".".join)
@@ -263,7 +263,7 @@ def test_other_names_that_deepspeed_reads_stand_for_the_documented_ones(name, co
     def run(keys: dict, *flags: str):
         base = {key: value for key, value in BF16.items() if key != "bf16"}
         values = base | ({above[0]: {"stage": 3, **keys}} if above else keys)
-        return resolve(["--deepspeed_config", written(values, tmp_path), "--data", str(corpus), *flags], ranks=2)[0].engine
+        return resolve(["--deepspeed_config", written(values, tmp_path), "--data", str(corpus), *flags], ranks=2)[0].ds_config
 
     def faults(keys: dict, *flags: str) -> str:
         with pytest.raises(UsageError) as mistake:

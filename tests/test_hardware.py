@@ -66,7 +66,7 @@ def test_auto_is_bf16_where_the_processor_has_its_arithmetic(flags, name, precis
     processor(*flags, name=name)
     config = run(*AUTO)
     found = json.dumps(precision == "bf16")
-    assert (config.precision, config.engine["bf16"]["enabled"]) == (precision, precision == "bf16")
+    assert (config.precision, config.ds_config["bf16"]["enabled"]) == (precision, precision == "bf16")
     assert config.origins["bf16.enabled"] == f"auto: {why}"
     assert config.notes == (f'--set bf16.enabled: "auto" is {found}: {why}',)
     assert config.notes[0] in as_text(explain(config))
@@ -156,7 +156,7 @@ def test_another_value_is_told_of_auto():
 def test_fp16_leaves_no_room_for_bf16(run, processor):
     processor("avx512_bf16")
     config = run("--set", "bf16.enabled=auto", config="zero1_fp16")
-    assert (config.precision, config.engine["bf16"]["enabled"], config.notes) == ("fp16", False, ())
+    assert (config.precision, config.ds_config["bf16"]["enabled"], config.notes) == ("fp16", False, ())
 
 
 @pytest.mark.parametrize(("flag", "config"), [("avx512_bf16", "zero2_bf16"), ("avx2", "zero2_fp32")])

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from launch.config.engine_keys import section_rule
-from launch.config.engine_schema import SCHEDULES, engine_schema
+from launch.config.deepspeed_keys import section_rule
+from launch.config.deepspeed_schema import SCHEDULES, deepspeed_schema
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import resolve
 from launch.errors import UsageError
@@ -28,7 +28,7 @@ from recipes.registry import technique_classes
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "ds_configs").glob("*.json"))}
-SCHEMA = engine_schema()
+SCHEMA = deepspeed_schema()
 #: Top-level keys that a recipe of this project claims; no mutant of DeepSpeed's keys touches them.
 CLAIMED = {name for cls in technique_classes() if (name := cls.declaration.section)}
 OURS = {name: section_rule(cls) for cls in technique_classes() if (name := cls.declaration.section)}

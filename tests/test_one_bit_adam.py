@@ -16,7 +16,7 @@ from model.gpt import GPT
 from model.presets import GPTConfig
 from recipes.one_bit import settle_variance
 from recipes.one_bit_adam.optimizer import CompressedAdam
-from recipes.technique import StepPlan
+from recipes.technique import StepWork
 from tests import helpers
 
 # Without a corpus GPT-2's vocabulary is assumed: `nano` has 16.1 M parameters.
@@ -172,7 +172,7 @@ def test_a_compressed_step_without_an_update_leaves_no_state_of_the_rank():
     adam = technique.optimizer([{"params": list(model.parameters())}])
     technique.attach(SimpleNamespace(skipped_steps=0), OneRank())
     for step in (1, 2):
-        technique.on_step(step, StepPlan(1, 1, 8))
+        technique.on_step(step, StepWork(1, 1, 8))
         assert technique.state_dict() == {}
         adam.step()
     assert technique.metrics() == {"compressed": 0} and adam.frozen == 1

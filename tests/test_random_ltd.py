@@ -13,7 +13,7 @@ from model.accounting import flops_per_token
 from model.presets import ARCHITECTURES, GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
 from recipes.registry import make_techniques
-from recipes.technique import StepPlan, whole_step
+from recipes.technique import StepWork, whole_step
 from tests.commands import run_script
 from tests.helpers import ROOT, config_of
 
@@ -157,7 +157,7 @@ def test_kept_blocks_are_the_flops_that_were_done():
     """By the arithmetic of model.accounting: blocks that run on a row of 64 tokens beside blocks that run on 128."""
     run = technique(shape=("--n_layer", "6"))
     config = GPTConfig(6, 4, 256, 128, vocab_size=8192)
-    kept_blocks = run.on_step(1, StepPlan(8, 1, 128)).kept_blocks
+    kept_blocks = run.on_step(1, StepWork(8, 1, 128)).kept_blocks
     metrics = run.metrics()
     assert metrics["reserved_length"] == 64
 
@@ -167,15 +167,15 @@ def test_kept_blocks_are_the_flops_that_were_done():
     rest = 128 * flops_per_token(config, 128, 0)
     expected = rest + of_blocks(128, 2) + of_blocks(64, 4)
     assert 128 * flops_per_token(config, kept_blocks=kept_blocks) == pytest.approx(expected, rel=1e-12)
-    run.on_step(10**6, StepPlan(8, 1, 128))
+    run.on_step(10**6, StepWork(8, 1, 128))
     assert run.metrics() == {"reserved_length": 128, "kept_blocks": 6}
 
 
 def test_metrics_follow_rows_that_a_curriculum_cuts():
     run = technique()
-    run.on_step(1, StepPlan(8, 1, 32))
+    run.on_step(1, StepWork(8, 1, 32))
     assert run.metrics() == {"reserved_length": 32, "kept_blocks": 4}
-    run.on_step(2, StepPlan(8, 1, 128))
+    run.on_step(2, StepWork(8, 1, 128))
     assert run.metrics()["reserved_length"] == 64
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.comparison.trials import settings_on
-from launch.config import engine_keys, optimizer
+from launch.config import deepspeed_keys, optimizer
 from launch.config.flags import as_words, build_parser, parse_flags
 from launch.errors import UsageError
 from recipes import registry
@@ -192,10 +192,10 @@ def recipes_with_a_technique(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(registry, "ROOT", tmp_path)
     monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path / "recipes")])
     registry.technique_classes.cache_clear()
-    engine_keys._homes.cache_clear()
+    deepspeed_keys._homes.cache_clear()
     yield folder
     registry.technique_classes.cache_clear()
-    engine_keys._homes.cache_clear()
+    deepspeed_keys._homes.cache_clear()
     sys.modules.pop("recipes.nothing_at_all.technique", None)
     sys.modules.pop("recipes.nothing_at_all", None)
 
@@ -213,11 +213,11 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
     section = {"enabled": True, "params": {"min_difficulty": 8}}
     config = resolve_with(tmp_path, corpus, section)
     assert config.techniques == {"curriculum_learning": section}
-    assert "curriculum_learning" not in config.engine
+    assert "curriculum_learning" not in config.ds_config
     assert [type(member).__name__ for member in config.built_techniques.members] == ["Nothing"]
 
     off = resolve_with(tmp_path, corpus, {"enabled": False})
-    assert (off.techniques, "curriculum_learning" in off.engine) == ({}, False)
+    assert (off.techniques, "curriculum_learning" in off.ds_config) == ({}, False)
 
     optimizer = {"type": "onebitnothing", "params": {"lr": "auto", "freeze_step": 10, "betas": "auto"}}
     config = resolve_with(tmp_path, corpus, {"enabled": False}, optimizer=optimizer)
@@ -226,7 +226,7 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
         "params": {"lr": config.lr, "freeze_step": 10, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
     }
     # DeepSpeed would refuse it at stage 1.
-    assert config.engine["zero_allow_untested_optimizer"] is True
+    assert config.ds_config["zero_allow_untested_optimizer"] is True
     assert config.origins["zero_allow_untested_optimizer"] == "OneBitNothing is an optimizer of a recipe"
     with pytest.raises(UsageError, match='write "zero_allow_untested_optimizer": true, or use stage 0'):
         resolve_with(tmp_path, corpus, {"enabled": False}, optimizer=optimizer, zero_allow_untested_optimizer=False)

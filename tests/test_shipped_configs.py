@@ -56,7 +56,7 @@ def test_a_file_is_complete_and_resolves(file, ranks, corpus):
     assert "stage" in spelled_out["zero_optimization"]
     config, _ = resolve(["--deepspeed_config", str(file), *recipe_flags(file), "--data", str(corpus)], ranks=ranks)
     assert config.micro_batch_size * config.gradient_accumulation_steps * ranks == config.global_batch_size
-    assert "auto" not in json.dumps([config.engine, config.optimizer, config.scheduler])
+    assert "auto" not in json.dumps([config.ds_config, config.optimizer, config.scheduler])
 
 
 def test_the_grid_differs_in_nothing_but_stage_and_precision():

@@ -240,7 +240,7 @@ def test_comments_and_trailing_commas_are_read_as_deepspeed_reads_them(corpus, t
       "wandb": {"enabled": false, "project": "a,} // #b", "group": "\\"/*", },
     }"""
     (tmp_path / "engine.json").write_text(text.replace(', "stag": 2', ""))
-    engine = resolve(["--deepspeed_config", str(tmp_path / "engine.json"), "--data", str(corpus)], ranks=2)[0].engine
+    engine = resolve(["--deepspeed_config", str(tmp_path / "engine.json"), "--data", str(corpus)], ranks=2)[0].ds_config
     assert (engine["train_batch_size"], engine["zero_optimization"]) == (8, {"stage": 1})
     assert engine["wandb"] == {"enabled": False, "project": "a,} // #b", "group": '"/*'}
     assert "line 5: 'zero_optimization.stag': unknown key; did you mean 'stage'?" in faults(text.encode())[0]

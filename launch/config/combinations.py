@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from launch.config.engine_json import EngineJson, leaves
-from launch.config.engine_schema import DTYPES
+from launch.config.deepspeed_json import DeepSpeedJson, leaves
+from launch.config.deepspeed_schema import DTYPES
 from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
 from launch.config.ranks import ranks_of_host
 from model.accounting import block_tensors
@@ -114,12 +114,12 @@ OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
+def impossible_values(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
     """Each key that cannot be used, alone or with the others, as a dotted path, and the reason with the fix."""
     zero = "zero_optimization."
 
     def value(path: str) -> Any:
-        return engine.get(*path.split("."))
+        return ds_json.get(*path.split("."))
 
     yield from ((path, why) for path, why in MUST_BE_OFF.items() if value(path) not in (None, False, 0))
     yield from ((path, why) for path, why in MUST_BE_ON.items() if value(path) is False)
@@ -173,128 +173,128 @@ def _or(stages: tuple[int, ...]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
-    """Note the first fault that DeepSpeed itself finds in `engine`, if any. ours: the top-level sections that it does not get."""
+def check_with_deepspeed(ds_json: DeepSpeedJson, ours: Iterable[str]) -> None:
+    """Note the first fault that DeepSpeed itself finds in `ds_json`, if any. ours: the top-level sections that it does not get."""
     from deepspeed.runtime.config import DeepSpeedConfig  # here, because --help does without DeepSpeed
 
     # DeepSpeed would compare the global batch with the ranks of this process's group, which may not exist yet.
     left_out = {*ours, "optimizer", "scheduler", "train_batch_size"}
-    values = copy.deepcopy({key: value for key, value in engine.values.items() if key not in left_out})
+    values = copy.deepcopy({key: value for key, value in ds_json.values.items() if key not in left_out})
     try:
         with deepspeed_silenced():
             DeepSpeedConfig(values)
     except Exception as reason:  # assertions, errors of pydantic, a DeepSpeedConfigError
         details: list[dict[str, Any]] = getattr(reason, "errors", list)()
         message = details[0]["msg"].partition(", ")[2] if details else str(reason)
-        named = [path for path in engine.paths() if str(path[-1]) in message.lower()]
+        named = [path for path in ds_json.paths() if str(path[-1]) in message.lower()]
         if named:
-            engine.fault(max(named, key=lambda path: len(str(path[-1]))), f"DeepSpeed refuses this: {message}")
+            ds_json.fault(max(named, key=lambda path: len(str(path[-1]))), f"DeepSpeed refuses this: {message}")
         else:
-            engine.fault_of_run(f"{engine.file}: DeepSpeed refuses this: {message}")
+            ds_json.fault_of_run(f"{ds_json.file}: DeepSpeed refuses this: {message}")
 
 
-def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claimed: Mapping[str, type[Technique]]) -> None:
-    """Note the values of `engine` that cannot work, and fill in the stage and the sizes of ZeRO's buffers.
+def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, claimed: Mapping[str, type[Technique]]) -> None:
+    """Note the values of `ds_json` that cannot work, and fill in the stage and the sizes of ZeRO's buffers.
 
     Args:
         ranks: of the run.
         shape: of the model; its width sets the `"auto"` sizes.
         claimed: top-level section -> the technique that reads it.
     """
-    _refuse_other_places(engine, claimed.values())
-    precision = _precision(engine)
-    if engine.get("zero_optimization") is None:
-        engine.settle(("zero_optimization",), {}, "DeepSpeed's default")
-    engine.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
-    _refuse_other_loops(engine, ranks)
-    _drop_without_effect(engine, claimed)
-    if not engine.is_faulty("zero_optimization", "stage"):  # else the stage is unknown
-        for path, why in list(impossible_values(engine, ranks, shape, engine.get("zero_optimization", "stage"), precision)):
-            if not engine.is_faulty(*path.split(".")):
-                engine.fault(tuple(path.split(".")), why)
+    _refuse_other_places(ds_json, claimed.values())
+    precision = _precision(ds_json)
+    if ds_json.get("zero_optimization") is None:
+        ds_json.settle(("zero_optimization",), {}, "DeepSpeed's default")
+    ds_json.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
+    _refuse_other_loops(ds_json, ranks)
+    _drop_without_effect(ds_json, claimed)
+    if not ds_json.is_faulty("zero_optimization", "stage"):  # else the stage is unknown
+        for path, why in list(impossible_values(ds_json, ranks, shape, ds_json.get("zero_optimization", "stage"), precision)):
+            if not ds_json.is_faulty(*path.split(".")):
+                ds_json.fault(tuple(path.split(".")), why)
     for key, size in ZERO_AUTO.items():
-        if engine.values["zero_optimization"].get(key) == "auto":
-            engine.settle(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
-    _settle_second_partition(engine, ranks)
-    _check_machine(engine, ranks)
+        if ds_json.values["zero_optimization"].get(key) == "auto":
+            ds_json.settle(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
+    _settle_second_partition(ds_json, ranks)
+    _check_machine(ds_json, ranks)
 
 
-def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
+def _settle_second_partition(ds_json: DeepSpeedJson, ranks: int) -> None:
     """`zero_hpz_partition_size`: "auto" is the ranks of a host if there are several hosts, else off."""
     path = ("zero_optimization", "zero_hpz_partition_size")
-    if engine.values["zero_optimization"].get(path[-1]) == "auto":
+    if ds_json.values["zero_optimization"].get(path[-1]) == "auto":
         of_a_host = ranks_of_host() or GPUS_OF_A_HOST
-        several = engine.get("zero_optimization", "stage") == 3 and ranks > of_a_host
+        several = ds_json.get("zero_optimization", "stage") == 3 and ranks > of_a_host
         origin = f"auto: {of_a_host} ranks per host" if several else "auto: off below stage 3 and on one host"
-        engine.settle(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
+        ds_json.settle(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
 
 
-def _refuse_other_places(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
+def _refuse_other_places(ds_json: DeepSpeedJson, techniques: Iterable[type[Technique]]) -> None:
     """Refuse a technique's section at the other places where DeepSpeed documents it."""
     for cls in techniques:
         for place in cls.declaration.other_places:
             path = tuple(place.split("."))
-            off = any(engine.get(*path[:depth], "enabled") is False for depth in range(1, len(path)))
-            if not off and _is_active(engine.get(*path)):
-                engine.fault(path, f"is read at the top level only; move it to '{cls.declaration.section}'")
+            off = any(ds_json.get(*path[:depth], "enabled") is False for depth in range(1, len(path)))
+            if not off and _is_active(ds_json.get(*path)):
+                ds_json.fault(path, f"is read at the top level only; move it to '{cls.declaration.section}'")
 
 
-def _refuse_other_loops(engine: EngineJson, ranks: int) -> None:
+def _refuse_other_loops(ds_json: DeepSpeedJson, ranks: int) -> None:
     """Refuse the sections in OF_OTHER_LOOPS that are on, and remove the others."""
     for key, (switches, why) in OF_OTHER_LOOPS.items():
-        for path, value in list(leaves({key: engine.get(key)})) if engine.get(key, "enabled") is not False else ():
+        for path, value in list(leaves({key: ds_json.get(key)})) if ds_json.get(key, "enabled") is not False else ():
             if _is_active(value) and (not switches or path[-1] in switches):
-                engine.fault(path, f"is {json.dumps(value)}, {why}")
+                ds_json.fault(path, f"is {json.dumps(value)}, {why}")
                 break
-        engine.values.pop(key, None)
-    if (wanted := engine.values.pop("data_parallel_size", "auto")) not in ("auto", ranks):
-        engine.fault(("data_parallel_size",), f"is {wanted}, but the run has {ranks} ranks, and all of them share the data; leave it out")
+        ds_json.values.pop(key, None)
+    if (wanted := ds_json.values.pop("data_parallel_size", "auto")) not in ("auto", ranks):
+        ds_json.fault(("data_parallel_size",), f"is {wanted}, but the run has {ranks} ranks, and all of them share the data; leave it out")
 
 
-def _precision(engine: EngineJson) -> str:
+def _precision(ds_json: DeepSpeedJson) -> str:
     """fp32, bf16 or fp16; `"auto"` is bf16 if the device has bf16 arithmetic and fp16 is not enabled."""
-    if engine.values.get("fp16", {}).get("enabled") == "auto":
-        engine.settle(("fp16", "enabled"), False, "auto: fp16 is on only if it is true")
-    if engine.values.get("bf16", {}).get("enabled") == "auto":
-        if engine.get("fp16", "enabled"):
-            engine.settle(("bf16", "enabled"), False, "auto: fp16 is on")
+    if ds_json.values.get("fp16", {}).get("enabled") == "auto":
+        ds_json.settle(("fp16", "enabled"), False, "auto: fp16 is on only if it is true")
+    if ds_json.values.get("bf16", {}).get("enabled") == "auto":
+        if ds_json.get("fp16", "enabled"):
+            ds_json.settle(("bf16", "enabled"), False, "auto: fp16 is on")
         else:
             found, why = bf16_arithmetic()
-            engine.note(("bf16", "enabled"), f'"auto" is {json.dumps(found)}: {why}')
-            engine.settle(("bf16", "enabled"), found, f"auto: {why}")
-    return "fp16" if engine.get("fp16", "enabled") else "bf16" if engine.get("bf16", "enabled") else "fp32"
+            ds_json.note(("bf16", "enabled"), f'"auto" is {json.dumps(found)}: {why}')
+            ds_json.settle(("bf16", "enabled"), found, f"auto: {why}")
+    return "fp16" if ds_json.get("fp16", "enabled") else "bf16" if ds_json.get("bf16", "enabled") else "fp32"
 
 
-def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Technique]]) -> None:
+def _drop_without_effect(ds_json: DeepSpeedJson, claimed: Mapping[str, type[Technique]]) -> None:
     """Remove sections and keys that have no effect in this training loop, with a note for each that is switched on."""
     for section, cls in claimed.items():
         for key, reason in cls.declaration.ignored.items():
-            if key in engine.values.get(section, {}):
-                if _is_active(engine.get(section, key)) and engine.get(section, "enabled") is not False:
-                    engine.note((section, key), f"has no effect here and is left out: {reason}")
-                del engine.values[section][key]
+            if key in ds_json.values.get(section, {}):
+                if _is_active(ds_json.get(section, key)) and ds_json.get(section, "enabled") is not False:
+                    ds_json.note((section, key), f"has no effect here and is left out: {reason}")
+                del ds_json.values[section][key]
     for key, reason in WITHOUT_EFFECT.items():
-        if key not in claimed and key in engine.values:
-            if _is_active(engine.values[key]):
-                engine.note((key,), f"has no effect here and is left out: {reason}")
-            del engine.values[key]
+        if key not in claimed and key in ds_json.values:
+            if _is_active(ds_json.values[key]):
+                ds_json.note((key,), f"has no effect here and is left out: {reason}")
+            del ds_json.values[key]
 
 
-def _check_machine(engine: EngineJson, ranks: int) -> None:
+def _check_machine(ds_json: DeepSpeedJson, ranks: int) -> None:
     """Note what the JSON needs and this machine lacks. `--explain` prints it; training is refused."""
     for key, package in MONITORS.items():
-        if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
-            engine.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
+        if ds_json.get(key, "enabled") and importlib.util.find_spec(package) is None:
+            ds_json.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
     for key in OFFLOAD_STAGES:
         path = ("zero_optimization", key, "nvme_path")
-        folder, ours = str(engine.get(*path)), (engine.origin(path) or "").startswith("auto")  # the run makes its own
-        if engine.get("zero_optimization", key, "device") != "nvme":
+        folder, ours = str(ds_json.get(*path)), (ds_json.origin(path) or "").startswith("auto")  # the run makes its own
+        if ds_json.get("zero_optimization", key, "device") != "nvme":
             continue
         if ours and ranks > (ranks_of_host() or GPUS_OF_A_HOST):
-            say = engine.lack if ranks_of_host() else engine.note
+            say = ds_json.lack if ranks_of_host() else ds_json.note
             say(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
         elif not ours and not os.path.isdir(folder):
-            engine.lack(path, f"is {folder!r}, which is not a folder on this host; create it on the NVMe drive")
+            ds_json.lack(path, f"is {folder!r}, which is not a folder on this host; create it on the NVMe drive")
 
 
 def _is_active(value: Any) -> bool:

@@ -15,14 +15,14 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.config.combinations import WITHOUT_EFFECT
-from launch.config.engine_json import leaves, value_at
-from launch.config.engine_keys import defaults_left_open
-from launch.config.engine_schema import DTYPES
+from launch.config.deepspeed_json import leaves, value_at
+from launch.config.deepspeed_keys import defaults_left_open
+from launch.config.deepspeed_schema import DTYPES
 from launch.config.hardware import deepspeed_silenced, quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.steps import planned_steps
+from launch.config.steps import steps_of_run
 from launch.errors import printable_line
 from launch.formats.json_lines import dotted
 from model.accounting import flops_per_token, parameter_count
@@ -124,7 +124,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 def not_planned(config: RunConfig) -> Iterator[str]:
     """The keys of `NOT_PLANNED` that the run sets."""
     for path in NOT_PLANNED:
-        if value_at(config.engine, path.split(".")) not in (None, False, *DTYPES[config.precision]):
+        if value_at(config.ds_config, path.split(".")) not in (None, False, *DTYPES[config.precision]):
             yield path
 
 
@@ -136,7 +136,7 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
         memory_per_rank(
             model,
             config.precision,
-            config.engine["zero_optimization"],
+            config.ds_config["zero_optimization"],
             config.ranks,
             config.micro_batch_size,
             accumulation=config.gradient_accumulation_steps,
@@ -162,10 +162,10 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """Bytes that a rank sends per step, mean over the run."""
-    zero, own_group = config.engine["zero_optimization"], config.built_techniques.own_group
+    zero, own_group = config.ds_config["zero_optimization"], config.built_techniques.own_group
     steps_with = Counter[int]()  # accumulation -> steps
-    for steps in planned_steps(config, config.built_techniques, stride=config.total_tokens):
-        steps_with[steps.plan.accumulation] += steps.repeats
+    for steps in steps_of_run(config, config.built_techniques, stride=config.total_tokens):
+        steps_with[steps.work.accumulation] += steps.repeats
     sent = sum(
         bytes_sent_per_step(model, config.precision, zero, config.ranks, one, own_group) * steps for one, steps in steps_with.items()
     )
@@ -182,9 +182,9 @@ def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 def _engine_values(config: RunConfig) -> list[tuple[str, Any]]:
     """All values of the JSON by dotted path, including DeepSpeed's defaults for keys that are left out."""
-    sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
+    sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.ds_config, **config.techniques}
     values = [(dotted(path), _valued(value, config.origins.get(dotted(path), "default"))) for path, value in leaves(sections)]
-    open_ends = defaults_left_open(config.engine)
+    open_ends = defaults_left_open(config.ds_config)
     values += [(path, _valued(value, "DeepSpeed's default")) for path, value in open_ends if path not in WITHOUT_EFFECT]
     # Top-level values first, then section by section; the stable sort keeps defaults after written values.
     return sorted(values, key=lambda item: item[0].rpartition(".")[0].partition(".")[0])
@@ -206,8 +206,8 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     before = 0
     rate = learning_rate(config)
     stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
-    for steps in planned_steps(config, techniques, stride):
-        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.plan.seq_len, steps.plan.kept_blocks)
+    for steps in steps_of_run(config, techniques, stride):
+        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.kept_blocks)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these

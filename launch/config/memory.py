@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.config.engine_schema import engine_schema
+from launch.config.deepspeed_schema import deepspeed_schema
 from launch.formats.sub_groups import sub_group_sizes
 from model.accounting import LOSS_ROWS, WIDTH, model_tensors, norm_tensors, parameter_count
 from model.presets import GPTConfig
@@ -170,7 +170,7 @@ def memory_per_rank(
 
 def _with_defaults(zero: dict[str, Any]) -> dict[str, Any]:
     """`zero` with DeepSpeed's defaults for missing keys."""
-    return {key: rule.get("default") for key, rule in engine_schema().keys["zero_optimization"]["keys"].items()} | zero
+    return {key: rule.get("default") for key, rule in deepspeed_schema().keys["zero_optimization"]["keys"].items()} | zero
 
 
 # --- the model's parameters, in the order in which the engine flattens them ------------------------------------------------------------

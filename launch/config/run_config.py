@@ -21,13 +21,13 @@ from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
-from launch.config.engine_json import EngineJson, leaves, value_at
-from launch.config.engine_keys import check_engine_keys, fill_defaults, section_rule
+from launch.config.deepspeed_json import DeepSpeedJson, leaves, value_at
+from launch.config.deepspeed_keys import check_keys, fill_defaults, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.memory import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.optimizer import fill_optimizer, resolve_optimizer
 from launch.config.schedule import check_schedule, resolve_schedule
-from launch.config.steps import planned_steps
+from launch.config.steps import steps_of_run
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
 from launch.errors import UsageError, nearest
@@ -36,7 +36,7 @@ from launch.formats.json_lines import KeyPath, dotted
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import Run, Techniques, divisors, largest_divisor
+from recipes.technique import RunSettings, Techniques, divisors, largest_divisor
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -68,7 +68,7 @@ Origins = dict[str, str]
 
 
 @dataclass(frozen=True)
-class RunConfig(Run):
+class RunConfig(RunSettings):
     """A resolved run. Batch sizes count sequences, lengths and budgets count tokens."""
 
     run_name: str
@@ -131,7 +131,7 @@ class RunConfig(Run):
     def steps_to_make(self) -> int:
         """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
         changing = Techniques(member for member in self.built_techniques.members if member.declaration.changes_tokens)
-        *_, last = planned_steps(self, changing, stride=self.total_tokens)
+        *_, last = steps_of_run(self, changing, stride=self.total_tokens)
         return last.number + last.repeats - 1
 
     @property
@@ -151,7 +151,7 @@ class RunConfig(Run):
     @property
     def quantizes_weights(self) -> bool:
         """Whether weights are gathered as int8."""
-        return bool(self.engine["zero_optimization"].get("zero_quantized_weights"))
+        return bool(self.ds_config["zero_optimization"].get("zero_quantized_weights"))
 
     @property
     def swap_folders(self) -> dict[str, Path]:
@@ -159,13 +159,13 @@ class RunConfig(Run):
         only, and is deleted after the run."""
         run = Path(self.runs_dir).absolute() / self.run_name
         own = f"{self.run_name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:8]}"
-        folders = {key: Path(self.engine["zero_optimization"][key]["nvme_path"]) for key in OFFLOADS if self.offload(key) == "nvme"}
+        folders = {key: Path(self.ds_config["zero_optimization"][key]["nvme_path"]) for key in OFFLOADS if self.offload(key) == "nvme"}
         return {key: folder if folder.absolute() == run / SCRATCH else folder / own for key, folder in folders.items()}
 
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:
         """Dotted keys that are switched on and need CUDA -> the least compute capability."""
-        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path.split("."))} | self.built_techniques.needs_cuda
+        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.ds_config, path.split("."))} | self.built_techniques.needs_cuda
 
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
@@ -185,9 +185,9 @@ class RunConfig(Run):
 
     def as_json(self) -> dict[str, Any]:
         """The configuration as `run.json` records it."""
-        left_out = ("architecture", "built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
+        left_out = ("ds_config", "architecture", "built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
-        return {**own, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}
+        return {**own, "engine": self.ds_config, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
 def needs_cuda(place: str, capability: tuple[int, int]) -> str:
@@ -195,10 +195,10 @@ def needs_cuda(place: str, capability: tuple[int, int]) -> str:
     return f"{place} needs CUDA" + (f" and compute capability {capability[0]}.{capability[1]} or higher" if any(capability) else "")
 
 
-def _placed(engine: EngineJson, reason: str) -> str:
+def _placed(ds_json: DeepSpeedJson, reason: str) -> str:
     """`reason` of a technique, with the quoted key at its beginning replaced by the key's place in the file."""
     key = re.match(r"'([\w.]+)'", reason)
-    return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
+    return ds_json.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{ds_json.file}: {reason}"
 
 
 def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argparse.Namespace]:
@@ -218,54 +218,54 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     preset, shape = _model(flags)
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
     run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
-    engine = EngineJson(file, flags.overrides)
+    ds_json = DeepSpeedJson(file, flags.overrides)
     claimed = {cls.declaration.section: cls for cls in registry.technique_classes() if cls.declaration.section}
     for section, cls in claimed.items():
-        if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
-            engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
-    check_engine_keys(engine, {name: section_rule(cls) for name, cls in claimed.items()})
+        if ds_json.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
+            ds_json.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
+    check_keys(ds_json, {name: section_rule(cls) for name, cls in claimed.items()})
     for section, cls in claimed.items():
-        if section in engine.values and cls.declaration.is_on(engine.values[section]):
-            fill_defaults(engine, (section,), section, cls.declaration.keys)
+        if section in ds_json.values and cls.declaration.is_on(ds_json.values[section]):
+            fill_defaults(ds_json, (section,), section, cls.declaration.keys)
     for key in OFFLOADS:
-        if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
+        if (ds_json.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
-            engine.settle(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
-    check_combinations(engine, ranks, shape, claimed)
-    optimizer, lr = resolve_optimizer(engine, flags, preset)
-    global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
-    check_schedule(engine)
-    steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
-    schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
-    fill_optimizer(engine, optimizer.get("type", ""))
-    engine.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
+            ds_json.settle(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
+    check_combinations(ds_json, ranks, shape, claimed)
+    optimizer, lr = resolve_optimizer(ds_json, flags, preset)
+    global_batch, micro_batch, accumulation = _batch(ds_json, flags, preset, ranks)
+    check_schedule(ds_json)
+    steps, total_tokens, length_from = _length(ds_json, flags, preset, global_batch * shape.seq_len)
+    schedule = resolve_schedule(ds_json, flags, preset, lr, steps, total_tokens)
+    fill_optimizer(ds_json, optimizer.get("type", ""))
+    ds_json.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
-        engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
+        ds_json.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     if flags.init_from and flags.branch_from:
-        engine.fault_of_run("--init_from and --branch_from: each sets the initial weights; give one of them")
+        ds_json.fault_of_run("--init_from and --branch_from: each sets the initial weights; give one of them")
     if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):
-        engine.lacks.append(lacking)
+        ds_json.lacks.append(lacking)
     ours = {cls.declaration.optimizer_type for cls in registry.technique_classes()}
     if flags.spike_rule in ("skip", "rewind") and optimizer.get("type") in ours:
-        engine.fault_of_run(
+        ds_json.fault_of_run(
             f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, an optimizer of a recipe; give --spike_rule log"
         )
-    engine.raise_faults()
-    check_with_deepspeed(engine, claimed)
-    engine.raise_faults()
+    ds_json.raise_faults()
+    check_with_deepspeed(ds_json, claimed)
+    ds_json.raise_faults()
 
-    corpus = _corpus(engine, flags, shape, micro_batch)
+    corpus = _corpus(ds_json, flags, shape, micro_batch)
     if corpus is not None:
-        engine.notes += _often_repeated(corpus, flags.data, total_tokens)
-    start = _start(flags, run_name, shape, corpus, engine.notes)
-    own = {key: engine.values[key] for key in claimed if key in engine.values}
+        ds_json.notes += _often_repeated(corpus, flags.data, total_tokens)
+    start = _start(flags, run_name, shape, corpus, ds_json.notes)
+    own = {key: ds_json.values[key] for key in claimed if key in ds_json.values}
     config = RunConfig(
         **{name: getattr(flags, name) for name in AS_GIVEN},
         run_name=run_name,
         shape=shape,
         recipe=recipe.name if recipe else None,
         config_file=file,
-        engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
+        ds_config={key: value for key, value in ds_json.values.items() if key not in own and key not in ("optimizer", "scheduler")},
         optimizer=optimizer,
         scheduler=schedule.scheduler,
         techniques={key: value for key, value in own.items() if claimed[key].declaration.is_on(value)},
@@ -281,16 +281,16 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         save_every=flags.save_every if flags.save_every is not None else min(-(-steps // 4), MOST_STEPS_UNSAVED),
         found_corpus=corpus,
         start=start,
-        where=engine.where,
+        where=ds_json.where,
     )
-    config = _with_techniques(engine, config)
-    _check_weights_on_drive(engine, config)
-    origins = _origins(engine, flags) | {"steps": length_from}
-    return replace(config, notes=tuple(engine.notes), lacks=tuple(engine.lacks), origins=origins), flags
+    config = _with_techniques(ds_json, config)
+    _check_weights_on_drive(ds_json, config)
+    origins = _origins(ds_json, flags) | {"steps": length_from}
+    return replace(config, notes=tuple(ds_json.notes), lacks=tuple(ds_json.lacks), origins=origins), flags
 
 
-def _with_techniques(engine: EngineJson, config: RunConfig) -> RunConfig:
-    """`config` with its techniques. Their notes, missing packages and resolved parameters are added to `engine`.
+def _with_techniques(ds_json: DeepSpeedJson, config: RunConfig) -> RunConfig:
+    """`config` with its techniques. Their notes, missing packages and resolved parameters are added to `ds_json`.
 
     Raises:
         UsageError: a technique refuses the run, or the run ends before a schedule does whose length the user wrote.
@@ -298,24 +298,24 @@ def _with_techniques(engine: EngineJson, config: RunConfig) -> RunConfig:
     try:
         config = replace(config, built_techniques=registry.make_techniques(config))  # each checks its own section when it is built
     except ValueError as reasons:
-        raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
-    engine.notes += config.built_techniques.notes
+        raise UsageError(*(_placed(ds_json, str(reason)) for reason in reasons.args)) from None
+    ds_json.notes += config.built_techniques.notes
     for member in config.built_techniques.members:
-        engine.lacks += [_placed(engine, line) for line in member.missing_packages]
+        ds_json.lacks += [_placed(ds_json, line) for line in member.missing_packages]
         for key, (value, origin) in member.resolved_params.items():
-            engine.settle(("optimizer", "params", key), value, origin)  # in `config.optimizer` too
+            ds_json.settle(("optimizer", "params", key), value, origin)  # in `config.optimizer` too
         last = member.stages[-1] if member.stages else 1
         if last <= config.steps or last <= config.steps_to_make:
             continue
         ends = f"the run ends at step {config.steps_to_make:,}"
         if member.schedule_key:
-            place = engine.where(tuple(member.schedule_key.split(".")))
+            place = ds_json.where(tuple(member.schedule_key.split(".")))
             raise UsageError(f'{place}: acts from step {last:,} on, but {ends}; lower it, write "auto", or train longer')
-        engine.notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
+        ds_json.notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
     return config
 
 
-def _check_weights_on_drive(engine: EngineJson, config: RunConfig) -> None:
+def _check_weights_on_drive(ds_json: DeepSpeedJson, config: RunConfig) -> None:
     """Refuse a buffer for weights on NVMe that is smaller than a rank's part of the largest weight: the first step would fail.
 
     Refuse weights that stay on NVMe without the optimizer: DeepSpeed 0.19.8 could not load their checkpoints.
@@ -323,26 +323,26 @@ def _check_weights_on_drive(engine: EngineJson, config: RunConfig) -> None:
     if config.offload("offload_param") != "nvme":
         return
     path = ("zero_optimization", "offload_param", "buffer_size")
-    size = (written := engine.get(*path)) or BUFFER_SIZE
+    size = (written := ds_json.get(*path)) or BUFFER_SIZE
     sizes = [math.prod(shape) for shape in model_tensors(config.model_config).values()]
     largest = -(-max(sizes) // config.ranks)
     if largest > size:
         raise UsageError(
-            f"{engine.where(path)} is {size if written else f'left out, which means {size}'}, but a rank's part of the largest weight has "
+            f"{ds_json.where(path)} is {size if written else f'left out, which means {size}'}, but a rank's part of the largest weight has "
             f"{largest:,} elements; write {largest} or more, or use more ranks"
         )
     path = ("zero_optimization", "offload_param", "max_in_cpu")
-    kept, own = engine.get(*path), sum(-(-size // config.ranks) for size in sizes)  # DeepSpeed pads each tensor
+    kept, own = ds_json.get(*path), sum(-(-size // config.ranks) for size in sizes)  # DeepSpeed pads each tensor
     kept = MAX_IN_CPU if kept is None else int(kept)
     if kept < own and config.offload("offload_optimizer") != "nvme":
         raise UsageError(
-            f"{engine.where(path)}: {kept:,} of a rank's {own:,} weights are kept in host memory and the others on NVMe, where DeepSpeed"
+            f"{ds_json.where(path)}: {kept:,} of a rank's {own:,} weights are kept in host memory and the others on NVMe, where DeepSpeed"
             f" 0.19.8 cannot load a checkpoint unless the optimizer is on NVMe too; write {own} or more, or set offload_optimizer.device"
             " to nvme"
         )
 
 
-def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, micro_batch: int) -> Corpus | None:
+def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, shape: ModelShape, micro_batch: int) -> Corpus | None:
     """The corpus. `--explain` works without one; what is wrong is then noted in `engine.lacks`.
 
     Raises:
@@ -362,7 +362,7 @@ def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, mi
         corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
         corpus.val.windows(shape.seq_len)
         if micro_batch > sequences:
-            engine.lack(
+            ds_json.lack(
                 ("train_micro_batch_size_per_gpu",),
                 f"a micro-batch of {micro_batch:,} sequences is too large: the training text of {flags.data} has {sequences:,} sequences "
                 f"of {shape.seq_len} tokens; lower --micro_batch_size",
@@ -371,7 +371,7 @@ def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, mi
         fault = f"{'' if Path(flags.data).is_dir() else '--data '}{reason}"
         if flags.explain is None:
             raise DataError(fault) from None
-        engine.lacks.append(fault if corpus else f"{fault} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
+        ds_json.lacks.append(fault if corpus else f"{fault} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
     return corpus
 
 
@@ -440,7 +440,7 @@ def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
     return [f"--{name} {str(value).lower()}" for name, value in wanted.items() if getattr(shape, name) != value]
 
 
-def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
+def _origins(ds_json: DeepSpeedJson, flags: argparse.Namespace) -> Origins:
     """The origin of each of the run's own values, and of each value of the JSON."""
     left_open = {
         **dict.fromkeys(vars(flags), "default"),
@@ -451,7 +451,7 @@ def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
         "save_every": f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps",
     }
     launched = {"ranks": "the launcher"} if "WORLD_SIZE" in os.environ else {}
-    of_engine = {dotted(path): engine.origin(path) or "default" for path, _ in leaves(engine.values)}
+    of_engine = {dotted(path): ds_json.origin(path) or "default" for path, _ in leaves(ds_json.values)}
     return left_open | flags.origins | launched | of_engine
 
 
@@ -479,17 +479,17 @@ def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
         raise UsageError(f"--preset {flags.preset} --architecture {flags.architecture} with {given_flags}: {reason}") from None
 
 
-def _key_or_flag(engine: EngineJson, key: str, flag: str) -> str:
+def _key_or_flag(ds_json: DeepSpeedJson, key: str, flag: str) -> str:
     """What the user changes: the key of the JSON, in quotes, if it has a value, else the flag."""
-    return f"--{flag}" if engine.get(key) is None else f"'{key}'"
+    return f"--{flag}" if ds_json.get(key) is None else f"'{key}'"
 
 
-def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
+def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
     """Global batch, micro-batch and accumulation, where global = micro x accumulation x ranks; computes those that are not given."""
-    written = [(key,) for key in BATCH_KEYS if engine.get(key) is not None]
-    total = engine.value_or_flag(("train_batch_size",), "global_batch_size", flags)
-    micro = engine.value_or_flag(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags)
-    accumulation = engine.get("gradient_accumulation_steps")
+    written = [(key,) for key in BATCH_KEYS if ds_json.get(key) is not None]
+    total = ds_json.value_or_flag(("train_batch_size",), "global_batch_size", flags)
+    micro = ds_json.value_or_flag(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags)
+    accumulation = ds_json.get("gradient_accumulation_steps")
     origins = {
         "train_batch_size": flags.origins.get("global_batch_size", f"preset {flags.preset}"),
         "train_micro_batch_size_per_gpu": flags.origins.get("micro_batch_size", f"preset {flags.preset}, at most"),
@@ -499,9 +499,9 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     def refused(message: str) -> tuple[int, int, int]:
         """Note a fault at the first batch key that the file sets, and return a batch that passes the later checks."""
         if written:
-            engine.fault(written[0], message)
+            ds_json.fault(written[0], message)
         else:
-            engine.fault_of_run(f"{engine.file}, flags and --preset {flags.preset}: {message}")
+            ds_json.fault_of_run(f"{ds_json.file}, flags and --preset {flags.preset}: {message}")
         return ranks, 1, 1
 
     if total is None:
@@ -511,12 +511,12 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     per_rank, rest = divmod(total, ranks)
     unit = ranks * (micro or 1) * (accumulation or 1)
     below = 0 if micro and accumulation else total // unit * unit
-    fits = [f"{_key_or_flag(engine, 'train_batch_size', 'global_batch_size')} {below or unit}" + (f" or {below + unit}" if below else "")]
+    fits = [f"{_key_or_flag(ds_json, 'train_batch_size', 'global_batch_size')} {below or unit}" + (f" or {below + unit}" if below else "")]
     if rest:
         return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; give {fits[0]}")
     if micro and not accumulation:
         near = sorted(sorted(divisors(per_rank), key=lambda size: abs(size - micro))[:2])
-        fits.append(f"{_key_or_flag(engine, 'train_micro_batch_size_per_gpu', 'micro_batch_size')} {' or '.join(map(str, near))}")
+        fits.append(f"{_key_or_flag(ds_json, 'train_micro_batch_size_per_gpu', 'micro_batch_size')} {' or '.join(map(str, near))}")
     if micro is None and accumulation is not None:
         micro = max(1, per_rank // accumulation)
         origins["train_micro_batch_size_per_gpu"] = FROM_THE_BATCH
@@ -530,29 +530,29 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
             f"but the global batch is {total}; give {', or '.join(fits)}"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
-        engine.fill((key,), value, origin)
+        ds_json.fill((key,), value, origin)
     return total, micro, accumulation
 
 
-def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, tokens_per_step: int) -> tuple[int, int, str]:
+def _length(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, tokens_per_step: int) -> tuple[int, int, str]:
     """Steps, tokens (of whole steps) and origin of the run's length: --steps, --tokens, the JSON's total_tokens or the preset."""
     tokens = flags.tokens
     origin = flags.origins.get("tokens") or flags.origins.get("steps", f"preset {flags.preset}")
-    if engine.get("scheduler", "type") in TOKEN_SCHEDULES:
+    if ds_json.get("scheduler", "type") in TOKEN_SCHEDULES:
         path = ("scheduler", "params", "total_tokens")
-        planned = engine.get(*path)
+        planned = ds_json.get(*path)
         if planned is not None and flags.steps is not None and -(-planned // tokens_per_step) != flags.steps:
-            engine.fault(
+            ds_json.fault(
                 path,
                 f"is {planned}, {-(-planned // tokens_per_step)} steps of {tokens_per_step} tokens, but --steps is {flags.steps}; "
                 'write "auto" in the JSON or leave the flag out',
             )
-        tokens = engine.value_or_flag(path, "tokens", flags)
+        tokens = ds_json.value_or_flag(path, "tokens", flags)
         if flags.tokens is None and tokens is not None:
-            origin = f"{engine.origin(path)}, 'total_tokens'"
+            origin = f"{ds_json.origin(path)}, 'total_tokens'"
     steps = -(-tokens // tokens_per_step) if tokens is not None else flags.steps or preset.steps
     if steps * tokens_per_step > MAX_TOKENS:
-        engine.fault_of_run(
+        ds_json.fault_of_run(
             f"{steps:,} steps of {tokens_per_step:,} tokens are more than 10^18 tokens; lower --steps, --tokens or --global_batch_size"
         )
     return steps, steps * tokens_per_step, origin

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from launch.config.engine_schema import Rules
+from launch.config.deepspeed_schema import Rules
 from launch.config.flags import MAX_LR, MAX_TOKENS
 
 #: The share of the distance from the final rate to the peak that is left, as a function of the share of the decay that is done.

@@ -19,7 +19,7 @@ from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import ROOT
 from launch.errors import UsageError, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, newest_good, read_state, verify
-from launch.formats.engine_files import fill_from_checkpoint
+from launch.formats.deepspeed_files import fill_from_checkpoint
 from launch.formats.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_folder
 from launch.formats.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
 from launch.formats.metrics import model_of_run, read_run_json

@@ -1,7 +1,6 @@
 """Builds DeepSpeed's engine from a resolved configuration, and wraps it in a `TrainingEngine`, which the loop uses.
 
-In this file `deepspeed_engine` is DeepSpeed's engine. In the loop and the meter `engine` is a `TrainingEngine`; in techniques, checkpoints
-and corrections it is DeepSpeed's.
+Throughout the project `engine` is a `TrainingEngine`, and `ds_engine` is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ class TrainingEngine:
     """DeepSpeed's engine and the model, with the operations that the training loop needs.
 
     Attributes:
-        deepspeed: DeepSpeed's engine.
+        ds_engine: DeepSpeed's engine.
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
         step_loss: the mean loss of the step's micro-batches so far, on this rank.
         enter: called with the name of each phase when it begins, e.g. "forward pass" (`launch/training/ranks/heartbeat.py`).
     """
 
-    deepspeed: Any
+    ds_engine: Any
     config: RunConfig
     corrections: list[str]
     collectives: Collectives
@@ -80,12 +79,12 @@ class TrainingEngine:
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of (B, T + 1) token ids, where each position predicts the next one; an fp32 scalar."""
-        self.enter(FORWARD if self.deepspeed.training else EVALUATION)
-        if self.config.shape.dropout and self.deepspeed.training:
+        self.enter(FORWARD if self.ds_engine.training else EVALUATION)
+        if self.config.shape.dropout and self.ds_engine.training:
             # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
-            place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.collectives.rank}"
+            place = f"{self.config.seed}/{self.ds_engine.global_steps}/{self._micro_step}/{self.collectives.rank}"
             torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big", signed=True))
-        return self.deepspeed(tokens[:, :-1], tokens[:, 1:])
+        return self.ds_engine(tokens[:, :-1], tokens[:, 1:])
 
     def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         """Accumulate the gradients of `loss`, one of `accumulation` micro-batches. After the last one, clip and update.
@@ -102,24 +101,24 @@ class TrainingEngine:
         self.step_loss = loss.detach() / accumulation + (self.step_loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
         self.enter(BACKWARD)
-        self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
-        self.deepspeed.backward(loss if accumulation == configured else loss * (configured / accumulation))
-        self.loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
+        self.ds_engine.set_gradient_accumulation_boundary(self._micro_step == 0)
+        self.ds_engine.backward(loss if accumulation == configured else loss * (configured / accumulation))
+        self.loss_scale = float(getattr(self.ds_engine.optimizer, "loss_scale", 1.0))  # `step` may change it
         if self._micro_step == 0:
             self.techniques.on_gradients()
-        counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
+        counters = self.ds_engine.global_steps, self.ds_engine.skipped_steps
         self.enter(UPDATE)
         try:
-            self.deepspeed.step()
+            self.ds_engine.step()
             # A dynamic loss scale becomes smaller; DeepSpeed itself raises at its minimum.
-            lasting = self.config.precision != "fp16" or not self.deepspeed.dynamic_loss_scale()
-            if self._micro_step == 0 and lasting and not self.deepspeed.was_step_applied():
+            lasting = self.config.precision != "fp16" or not self.ds_engine.dynamic_loss_scale()
+            if self._micro_step == 0 and lasting and not self.ds_engine.was_step_applied():
                 raise corrections.NormNotFinite
         except Exception as reason:
             # DynamicLossScaler raises a bare Exception.
             if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
                 raise
-            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then of the previous step
+            self.ds_engine.global_steps, self.ds_engine.skipped_steps = counters  # a checkpoint is then of the previous step
             self._fail(counters[0] + 1)
         return self.step_loss
 
@@ -131,20 +130,20 @@ class TrainingEngine:
         deepspeed/runtime/zero/partitioned_param_coordinator.py), so that after passes without a backward pass it gathers more in every
         step of the run: 1.88 instead of 1.25 MB in a test.
         """
-        if self.config.zero_stage == 3 and self.deepspeed.global_steps == 0:
-            coordinator = self.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+        if self.config.zero_stage == 3 and self.ds_engine.global_steps == 0:
+            coordinator = self.ds_engine.optimizer.parameter_offload.get_param_coordinator()
             if not coordinator.is_invalid_trace():
                 coordinator._invalidate_trace()
 
     def require_finite(self, loss: float) -> None:
         """Raise TrainingFailed if the step's mean loss is not finite. In fp16 nothing is raised: the gradients overflow too."""
         if not math.isfinite(loss) and self.config.precision != "fp16":
-            self._fail(self.deepspeed.global_steps)
+            self._fail(self.ds_engine.global_steps)
 
     def weights_are_finite(self) -> bool:
         """Whether no weight of any rank is NaN or Inf. At stage 3 each rank checks its part; weights on NVMe are not checked. All ranks
         call this together."""
-        weights = (getattr(parameter, "ds_tensor", parameter) for parameter in self.deepspeed.module.parameters())
+        weights = (getattr(parameter, "ds_tensor", parameter) for parameter in self.ds_engine.module.parameters())
         return not self.collectives.any(any(not bool(torch.isfinite(weight.detach()).all()) for weight in weights))
 
     def _fail(self, step: int) -> NoReturn:
@@ -156,7 +155,7 @@ class TrainingEngine:
         else:
             what = f"the gradients are not finite, but the loss is {sum(losses) / len(losses):.4f}"
         if self.config.precision == "fp16":
-            kind, key = ("minimum", "min_loss_scale") if self.deepspeed.dynamic_loss_scale() else ("fixed", "loss_scale")
+            kind, key = ("minimum", "min_loss_scale") if self.ds_engine.dynamic_loss_scale() else ("fixed", "loss_scale")
             raise TrainingFailed(
                 f"step {step}: {what}: an overflow in fp16 at the {kind} loss scale of {self.loss_scale:g} (fp16.{key}); "
                 "lower it or --lr, raise --warmup_steps or use the bf16 JSON"
@@ -168,25 +167,25 @@ class TrainingEngine:
         """Set and return the learning rate of the step that ends after `tokens` tokens of the run."""
         if (schedule := self.config.token_schedule) is not None:
             rate = schedule.rate(tokens)
-            for group in self.deepspeed.optimizer.param_groups:
+            for group in self.ds_engine.optimizer.param_groups:
                 group["lr"] = rate
         else:
             # DeepSpeed 0.19.8 makes the first step before iteration 0, so a warm-up from 0 has two steps at rate 0, and a decay does not
             # reach its end. Here step k uses iteration k, at which a linear warm-up of w steps has k / w of the peak.
-            self.deepspeed.lr_scheduler.step(self.deepspeed.global_steps + 1)
-        return float(self.deepspeed.optimizer.param_groups[0]["lr"])
+            self.ds_engine.lr_scheduler.step(self.ds_engine.global_steps + 1)
+        return float(self.ds_engine.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:
         """The step's gradient norm before clipping and its loss scale, and the updates skipped so far."""
-        norm = self.deepspeed.get_global_grad_norm()
+        norm = self.ds_engine.get_global_grad_norm()
         if norm is not None and self.config.zero_stage == 0:
             norm = norm / self.loss_scale  # stages 1, 2, 3 report it unscaled
         return {
             # The norm is infinite if fp16 overflowed; JSON has no infinity.
             "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
             "loss_scale": self.loss_scale,
-            "skipped_steps": self.deepspeed.skipped_steps,
-            **({"overflow": int(not self.deepspeed.was_step_applied())} if self.config.precision == "fp16" else {}),
+            "skipped_steps": self.ds_engine.skipped_steps,
+            **({"overflow": int(not self.ds_engine.was_step_applied())} if self.config.precision == "fp16" else {}),
         }
 
 
@@ -230,20 +229,20 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         use_fused_step()
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         try:
-            deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
+            ds_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
         except (AssertionError, NotImplementedError) as reason:  # values that DeepSpeed does not combine
             raise UsageError(f"{config.config_file}: DeepSpeed refuses this: {reason}") from reason
-    applied += corrections.after_initialize(deepspeed_engine, collectives)
+    applied += corrections.after_initialize(ds_engine, collectives)
     if config.start is not None and config.precision != "fp32":
-        fill_masters(deepspeed_engine, config.start, collectives)
+        fill_masters(ds_engine, config.start, collectives)
     if config.zero_stage == 0:
         if collectives.world_size == 1:
             # The engine would copy all gradients into one tensor, reduce it over one rank, and copy it back: 3 ms for 14 M parameters.
             # The code before it must run: it gives a parameter without a gradient one of zeros.
-            deepspeed_engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
-        (_check_and_clip_fp32 if config.precision == "fp32" else _clip_by_mean_norm)(deepspeed_engine, collectives)
-    techniques.attach(deepspeed_engine, collectives)
-    return TrainingEngine(deepspeed_engine, config, applied, collectives, techniques)
+            ds_engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
+        (_check_and_clip_fp32 if config.precision == "fp32" else _clip_by_mean_norm)(ds_engine, collectives)
+    techniques.attach(ds_engine, collectives)
+    return TrainingEngine(ds_engine, config, applied, collectives, techniques)
 
 
 def _check_hosts(config: RunConfig, collectives: Collectives) -> None:
@@ -317,15 +316,15 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 
 
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """`config.engine` without monitors, with the run's own folders on NVMe, and the `scheduler` if it is DeepSpeed's.
+    """`config.ds_config` without monitors, with the run's own folders on NVMe, and the `scheduler` if it is DeepSpeed's.
 
     `start_engine` adds an `optimizer` of DeepSpeed.
     """
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
-    deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
+    deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.ds_config}
     for section in monitors.SECTIONS:  # the engine would write other rows, by samples
         deepspeed_config.pop(section, None)
-    zero = config.engine["zero_optimization"]
+    zero = config.ds_config["zero_optimization"]
     deepspeed_config["zero_optimization"] = zero | {key: zero[key] | {"nvme_path": str(path)} for key, path in config.swap_folders.items()}
     if config.token_schedule is None:
         deepspeed_config["scheduler"] = config.scheduler
@@ -365,21 +364,21 @@ def _skip_bias_correction(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
                 state["step"].fill_(LATE_STEP)
 
 
-def _clip_by_mean_norm(deepspeed_engine: Any, collectives: Collectives) -> None:
+def _clip_by_mean_norm(ds_engine: Any, collectives: Collectives) -> None:
     """Stage 0, bf16 and fp16: clip by the estimated norm of the mean gradient if a technique has switched off the reduction of gradients.
 
     DeepSpeed would clip by the norm of this rank's gradients. In bf16, DeepSpeed's search for overflows is skipped while gradients are
     reduced, because their norm shows an overflow too.
     """
-    wrapper, mean_norm = deepspeed_engine.optimizer, MeanNorm(collectives)
+    wrapper, mean_norm = ds_engine.optimizer, MeanNorm(collectives)
     unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker
     look_for_overflows = checker.check
-    if deepspeed_engine.bfloat16_enabled():  # two passes over all gradients
-        checker.check = lambda: not deepspeed_engine.enable_backward_allreduce and look_for_overflows()
+    if ds_engine.bfloat16_enabled():  # two passes over all gradients
+        checker.check = lambda: not ds_engine.enable_backward_allreduce and look_for_overflows()
 
     def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
-        if not deepspeed_engine.enable_backward_allreduce:
-            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(deepspeed_engine))
+        if not ds_engine.enable_backward_allreduce:
+            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(ds_engine))
             if not math.isfinite(total_norm):  # by all ranks together
                 raise corrections.NormNotFinite
         return unscale(total_norm, apply_scale)
@@ -387,27 +386,27 @@ def _clip_by_mean_norm(deepspeed_engine: Any, collectives: Collectives) -> None:
     wrapper.unscale_and_clip_grads = unscale_by_mean
 
 
-def _check_and_clip_fp32(deepspeed_engine: Any, collectives: Collectives) -> None:
+def _check_and_clip_fp32(ds_engine: Any, collectives: Collectives) -> None:
     """Stage 0, fp32: before each update, record the gradient norm, raise `NormNotFinite` if it is not finite, and clip."""
-    clipping, mean_norm, update = deepspeed_engine.gradient_clipping(), MeanNorm(collectives), deepspeed_engine._take_model_step
+    clipping, mean_norm, update = ds_engine.gradient_clipping(), MeanNorm(collectives), ds_engine._take_model_step
 
     def clip_and_update(*args: Any) -> None:
-        gradients, reduced = _gradients(deepspeed_engine), deepspeed_engine.enable_backward_allreduce
+        gradients, reduced = _gradients(ds_engine), ds_engine.enable_backward_allreduce
         if reduced and clipping > 0:  # as in the engine's own method, which discards the norm
-            norm = float(engine_module.clip_grad_norm_(parameters=deepspeed_engine.module.parameters(), max_norm=clipping))
+            norm = float(engine_module.clip_grad_norm_(parameters=ds_engine.module.parameters(), max_norm=clipping))
         else:
             norm = float(corrections.norm_in_fp64(gradients)) if reduced else mean_norm.of(gradients)
-        deepspeed_engine._global_grad_norm = norm
+        ds_engine._global_grad_norm = norm
         if not math.isfinite(norm):  # the other stages and precisions make no update then
             raise corrections.NormNotFinite
         if clipping > 0 and not reduced:
             corrections.clip_gradients(gradients, norm, clipping)
         update(*args)
 
-    deepspeed_engine._take_model_step = clip_and_update
-    deepspeed_engine.clip_fp32_gradients = lambda: None  # which `update` calls
+    ds_engine._take_model_step = clip_and_update
+    ds_engine.clip_fp32_gradients = lambda: None  # which `update` calls
 
 
-def _gradients(deepspeed_engine: Any) -> list[torch.Tensor]:
+def _gradients(ds_engine: Any) -> list[torch.Tensor]:
     """The model's gradients on this rank."""
-    return [parameter.grad for parameter in deepspeed_engine.module.parameters() if parameter.grad is not None]
+    return [parameter.grad for parameter in ds_engine.module.parameters() if parameter.grad is not None]

@@ -56,7 +56,7 @@ class Evaluation:
 
         All ranks run the same number of batches. A rank whose last batch is a filler does not call `after_batch` for it.
         """
-        engine.deepspeed.eval()
+        engine.ds_engine.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
         with engine.techniques.evaluation_weights():
             for number, (tokens, weight) in enumerate(self.loader.validation_batches(windows, self.config.micro_batch_size), 1):
@@ -68,5 +68,5 @@ class Evaluation:
                     return math.nan, stopped
                 engine.forget_trace()
             self.collectives.all_reduce(total)
-        engine.deepspeed.train()
+        engine.ds_engine.train()
         return float(total[0] / total[1]), 0

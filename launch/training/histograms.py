@@ -72,7 +72,7 @@ class GradientHistograms(Observer):
 
     def _layers(self) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:
         """By name: the module whose output is watched, and the parameters."""
-        model = self.engine.deepspeed.module
+        model = self.engine.ds_engine.module
         blocks = {f"block {block.index}": (block, list(block.parameters())) for block in model.h}
         return {
             "embedding": (model.drop, [*{model.wte.weight, model.lm_head.weight}, *model.wpe.parameters()]),

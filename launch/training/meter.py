@@ -14,7 +14,7 @@ from launch.training.ranks.distributed import Collectives
 from launch.training.ranks.interleaving import Interleaving
 from launch.training.ranks.signals import STOPPING
 from model.accounting import flops_per_token, peak_flops
-from recipes.technique import StepPlan
+from recipes.technique import StepWork
 
 
 class Meter:
@@ -58,13 +58,13 @@ class Meter:
         stopped = next((int(number) for number, count in zip(STOPPING, ranks, strict=True) if count), 0)
         return total / self.collectives.world_size, stopped
 
-    def end_step(self, plan: StepPlan) -> dict[str, Any]:
-        """The measurements of a step that followed `plan`. Call after `reduce_loss_and_signal`, which waits for the device.
+    def end_step(self, work: StepWork) -> dict[str, Any]:
+        """The measurements of a step that followed `work`. Call after `reduce_loss_and_signal`, which waits for the device.
 
         Bytes that are sent between two steps, in evaluations and for checkpoints, belong to no step.
         """
         seconds = time.perf_counter() - self._step_start
-        rate = plan.tokens * self.collectives.world_size / seconds
+        rate = work.tokens * self.collectives.world_size / seconds
         metrics = {
             **self.engine.step_metrics(),
             "tokens_per_second": rate,
@@ -73,10 +73,10 @@ class Meter:
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
         model = self.engine.config.model_config
-        per_token = flops_per_token(model, plan.seq_len, plan.kept_blocks)
-        metrics["flops"] = per_token * plan.tokens * self.collectives.world_size
-        if plan.kept_blocks is not None:
-            metrics["skipped_flops"] = 1 - per_token / flops_per_token(model, plan.seq_len)
+        per_token = flops_per_token(model, work.seq_len, work.kept_blocks)
+        metrics["flops"] = per_token * work.tokens * self.collectives.world_size
+        if work.kept_blocks is not None:
+            metrics["skipped_flops"] = 1 - per_token / flops_per_token(model, work.seq_len)
         if self.peak_flops is not None:
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)
         return metrics

@@ -27,7 +27,7 @@ class BlockSimilarity(Observer):
         self.folder = folder
 
     def start(self, engine: TrainingEngine) -> None:
-        self.blocks, self.collectives = engine.deepspeed.module.h, engine.collectives
+        self.blocks, self.collectives = engine.ds_engine.module.h, engine.collectives
 
     @contextmanager
     def evaluation(self, step: int) -> Iterator[None]:

@@ -116,7 +116,7 @@ class SpikeRule(Observer):
         if self.rule == "off":
             return
         self._engine = engine
-        wrapper = engine.deepspeed.optimizer
+        wrapper = engine.ds_engine.optimizer
         optimizer = getattr(wrapper, "optimizer", wrapper)
         optimizer.step = self._unless_skipped(optimizer.step)
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.gpt import BlockRunner
 from model.presets import GPTConfig
-from recipes.technique import Declaration, Run, Technique
+from recipes.technique import Declaration, RunSettings, Technique
 
 
 def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
@@ -59,7 +59,7 @@ class ActivationCheckpointing(Technique):
         off_without_values=True,
     )
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         layers = run.shape.n_layer
         self.checkpointed_segments = section.get("number_checkpoints") or layers
         if self.checkpointed_segments > layers:
@@ -73,9 +73,9 @@ class ActivationCheckpointing(Technique):
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         return {"checkpoints": 0} if self.on_host and device == "cuda" else {}
 
-    def attach(self, engine: Any, collectives: Any) -> None:
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
         """Wrap the block runner that other techniques have set in `prepare`: blocks that they drop are not recomputed either."""
-        model = engine.module
+        model = ds_engine.module
         model.block_runner = self._recomputing(model.block_runner, model.h)
 
     def _recomputing(self, run_blocks: BlockRunner, blocks: nn.ModuleList) -> BlockRunner:

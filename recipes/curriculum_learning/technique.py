@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from recipes.technique import Declaration, Run, StepPlan, Technique, without_auto
+from recipes.technique import Declaration, RunSettings, StepWork, Technique, without_auto
 
 #: "auto": the share of the run's steps of whole batches that the curriculum takes, a little more than for the paper's GPT-2 of 1.5 B
 #: parameters (110 of 300 thousand steps).
@@ -94,7 +94,7 @@ class CurriculumLearning(Technique):
         changes_tokens=True,
     )
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         self.seq_len, self.steps = run.shape.seq_len, run.steps
         self.section = self._resolved(section)
         self.reshapes = section.get("mode") == "reshape"
@@ -144,9 +144,9 @@ class CurriculumLearning(Technique):
         schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
         return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+    def on_step(self, step: int, work: StepWork) -> StepWork:
         self.length = length_at(step, self.section)
-        return plan._replace(seq_len=self.length, rows_per_sequence=self.seq_len // self.length if self.reshapes else 1)
+        return work._replace(seq_len=self.length, rows_per_sequence=self.seq_len // self.length if self.reshapes else 1)
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T + 1) -> (B, length + 1), or -> (B k, length + 1) with k = T // length rows of each sequence."""

@@ -17,7 +17,7 @@ from model.accounting import model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
 from recipes.masters import Fragment, fragments_of_rank, master_weights
 from recipes.muon.optimizer import Matrix, Muon
-from recipes.technique import FP32_NAMES, Declaration, Run, Technique
+from recipes.technique import FP32_NAMES, Declaration, RunSettings, Technique
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -52,20 +52,20 @@ class MuonTechnique(Technique):
         },
     )
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         self.params = section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
         self.own_group = frozenset(self._parts)
         # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
         hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
         self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)
-        accumulated = (run.engine.get("data_types") or {}).get("grad_accum_dtype")
+        accumulated = (run.ds_config.get("data_types") or {}).get("grad_accum_dtype")
         if run.zero_stage == 1 and run.precision == "bf16" and accumulated in FP32_NAMES:
             raise ValueError(
                 f"'data_types.grad_accum_dtype' is \"{accumulated}\", with which DeepSpeed uses its BF16_Optimizer at stage 1, which "
                 "Muon does not support; leave it out, or use stage 2"
             )
-        if (run.engine.get("bf16") or {}).get("bf16_master_weights_and_grads"):
+        if (run.ds_config.get("bf16") or {}).get("bf16_master_weights_and_grads"):
             raise ValueError(
                 "'bf16.bf16_master_weights_and_grads' keeps the weights in bf16, where Muon's weight decay, lr x weight_decay per step, is "
                 "lost by rounding; leave it out"
@@ -89,8 +89,8 @@ class MuonTechnique(Technique):
         self._optimizer = Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
         return self._optimizer
 
-    def bytes_sent(self, planned: int, steps: int) -> int:
-        return planned + 4 * exchanged_elements(self._parts, self._stage, self._ranks)
+    def bytes_sent(self, base: int, steps: int) -> int:
+        return base + 4 * exchanged_elements(self._parts, self._stage, self._ranks)
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """For the largest matrix, three fp32 tensors of its size: the direction, and two of the iterations or of the result.
@@ -102,10 +102,10 @@ class MuonTechnique(Technique):
         shapes = (shape for matrices in self._parts.values() for shape in matrices)
         return {"update": 4 * max(sizes * rows * columns + squares * min(rows, columns) ** 2 for rows, columns in shapes)}
 
-    def attach(self, engine: Any, collectives: Any) -> None:
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
         assert self._optimizer is not None
         self._optimizer.rank, self._optimizer.collectives = collectives.rank, collectives
-        masters = [(master.tensor, list(matrices_in(master.fragments, self._parts))) for master in master_weights(engine)]
+        masters = [(master.tensor, list(matrices_in(master.fragments, self._parts))) for master in master_weights(ds_engine)]
         shared = shared_among_ranks(collectives.gather([matrices for _, matrices in masters]))
         self._optimizer.matrices = {
             tensor: [matrix._replace(start=one.start) for matrix, one in zip(joined, own, strict=True)]

@@ -14,7 +14,7 @@ from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, limits
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_lamb.optimizer import CompressedLamb
 from recipes.optimizers import adam_arguments
-from recipes.technique import Run
+from recipes.technique import RunSettings
 
 
 class OneBitLamb(FreezingTechnique):
@@ -50,7 +50,7 @@ class OneBitLamb(FreezingTechnique):
     optimizer_tensors = 3
     _optimizer: CompressedLamb
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         self.coefficient_limits = limits(section, "min_coeff", "max_coeff")
         self.factor_limits = limits(section, "factor_min", "factor_max")
         super().__init__(section, run)
@@ -67,5 +67,5 @@ class OneBitLamb(FreezingTechnique):
         )
 
     def metrics(self) -> dict[str, float]:
-        ratio = self._optimizer.trust_ratio if self._engine is not None else None
+        ratio = self._optimizer.trust_ratio if self._ds_engine is not None else None
         return super().metrics() | ({} if ratio is None else {"trust_ratio": float(ratio)})

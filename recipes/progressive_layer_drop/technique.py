@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from model.gpt import GPT, Block
-from recipes.technique import Declaration, Run, StepPlan, Technique, without_auto
+from recipes.technique import Declaration, RunSettings, StepWork, Technique, without_auto
 
 #: The value in the paper and in DeepSpeed's documentation.
 THETA = 0.5
@@ -64,20 +64,20 @@ class ProgressiveLayerDrop(Technique):
         exclusive=("which blocks see which tokens",),
     )
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         values = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps} | without_auto(section)
         self.theta, self.gamma = values["theta"], values["gamma"]
         self.seed, self.n_layer = run.seed, run.shape.n_layer
         last = theta_at(run.steps, self.theta, self.gamma)
         self.notes = (f"progressive_layer_drop: theta falls to {last:.3g} in {run.steps:,} steps",)
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+    def on_step(self, step: int, work: StepWork) -> StepWork:
         self.current_theta = theta_at(step, self.theta, self.gamma)
         self.probabilities = keep_probabilities(self.current_theta, self.n_layer)
         numbers = draws(self.seed, step, self.n_layer)
         self.keeps = [number < p for number, p in zip(numbers, self.probabilities, strict=True)]
         self.kept_blocks = float(sum(self.keeps))
-        return plan._replace(kept_blocks=self.kept_blocks)
+        return work._replace(kept_blocks=self.kept_blocks)
 
     def prepare(self, model: GPT) -> None:
         model.block_runner = self.run_kept_blocks

@@ -19,7 +19,7 @@ from torch import nn
 from model.accounting import block_flops_per_token
 from model.gpt import GPT, Block
 from model.layers import generator_for
-from recipes.technique import Declaration, Run, StepPlan, Technique, without_auto
+from recipes.technique import Declaration, RunSettings, StepWork, Technique, without_auto
 
 #: "auto", of the paper's GPT: it begins with 128 of 2,048 tokens, and drops none after 200 of 286 thousand steps, 0.7 of the run.
 FIRST_LENGTH = 128
@@ -120,7 +120,7 @@ class RandomLTD(Technique):
         },
     )
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         self.shape, self.seed = run.shape, run.seed
         self.layers = self._layers(section)
         self.schedule = self._schedule(section.get("random_ltd_schedule", {}), run.steps)
@@ -169,13 +169,13 @@ class RandomLTD(Technique):
             f" from step {self.stages[-1]:,} on; up to {lengths} lengths, and a compiled model compiles as many shapes"
         )
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
-        self.step, self.reserved = step, min(reserved_length(step, self.schedule), plan.seq_len)
+    def on_step(self, step: int, work: StepWork) -> StepWork:
+        self.step, self.reserved = step, min(reserved_length(step, self.schedule), work.seq_len)
         self._drawn: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
-        flops, whole = (length * block_flops_per_token(self.shape, length) for length in (self.reserved, plan.seq_len))
+        flops, whole = (length * block_flops_per_token(self.shape, length) for length in (self.reserved, work.seq_len))
         self.kept_blocks = self.shape.n_layer - len(self.layers) * (1 - flops / whole)
-        return plan._replace(kept_blocks=self.kept_blocks)
+        return work._replace(kept_blocks=self.kept_blocks)
 
     def prepare(self, model: GPT) -> None:
         model.block_runner = self.run_dropping_tokens

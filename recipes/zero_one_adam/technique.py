@@ -15,7 +15,7 @@ import torch
 
 from recipes.one_bit import CompressedTechnique, declare
 from recipes.optimizers import adam_arguments
-from recipes.technique import Run, StepPlan
+from recipes.technique import RunSettings, StepWork
 from recipes.zero_one_adam.optimizer import LocalStepAdam
 
 KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
@@ -88,7 +88,7 @@ class ZeroOneAdam(CompressedTechnique):
     optimizer_tensors = 3
     _optimizer: LocalStepAdam
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         super().__init__(section, run)
         freeze = self._first_phase("var_freeze_step", run)
         self.schedule = Schedule(
@@ -103,7 +103,7 @@ class ZeroOneAdam(CompressedTechnique):
         self.stages = 1, freeze + 1
         self._note_traffic(run)
 
-    def _note_traffic(self, run: Run) -> None:
+    def _note_traffic(self, run: RunSettings) -> None:
         if run.ranks == 1:
             self._note(
                 "one rank sends nothing; Adam whose variance is updated at the steps of the schedule, and frozen after step"
@@ -129,17 +129,17 @@ class ZeroOneAdam(CompressedTechnique):
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
         return LocalStepAdam(param_groups, *adam_arguments(self.params))
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+    def on_step(self, step: int, work: StepWork) -> StepWork:
         update = self._updates_before(step) + 1
         self.updates_variance, self.exchanges = self.schedule.updates_variance(update), self.schedule.exchanges(update)
-        if self._engine is not None:
+        if self._ds_engine is not None:
             self._optimizer.updates_variance = self.updates_variance
             self._optimizer.exchanges = self.exchanges or self._ranks == 1
-        self._set_up_step(plan, whole_gradients=self.updates_variance)
-        return plan
+        self._set_up_step(work, whole_gradients=self.updates_variance)
+        return work
 
     def metrics(self) -> dict[str, float]:
-        synced = self.exchanges if self._engine is None else not self._optimizer.local_steps
+        synced = self.exchanges if self._ds_engine is None else not self._optimizer.local_steps
         return {"variance_updated": int(self.updates_variance), "exchanged": int(synced and self._ranks > 1)}
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
@@ -147,7 +147,7 @@ class ZeroOneAdam(CompressedTechnique):
 
     def _copy_weights(self) -> None:
         """In bf16 and fp16, copy the optimizer's fp32 weights to the model's."""
-        wrapper = self._engine.optimizer
+        wrapper = self._ds_engine.optimizer
         for half, full in zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True):
             torch._foreach_copy_([parameter.data for parameter in half], [parameter.data for parameter in full])
 

@@ -33,10 +33,10 @@ def load_each(flags: list[str], runs: list[str]) -> list[dict[str, Any]]:
     for run in map(Path, runs):
         log: list[str] = []
         run_id = json.loads((run / "run.json").read_text()).get("run_id")
-        checkpoints = Checkpoints(run / "checkpoints", 9, engine.deepspeed, techniques, collectives, lambda: None, log.append, run_id)
+        checkpoints = Checkpoints(run / "checkpoints", 9, engine.ds_engine, techniques, collectives, lambda: None, log.append, run_id)
         try:
             state = checkpoints.load_newest()
-            content = _content([engine.deepspeed.module.state_dict(), engine.deepspeed.optimizer.state_dict(), techniques.state_dict()])
+            content = _content([engine.ds_engine.module.state_dict(), engine.ds_engine.optimizer.state_dict(), techniques.state_dict()])
             found.append({"step": state and state["step"], "content": content, "log": log})
         except UsageError as refused:
             found.append({"refused": refused.faults, "log": log})

@@ -84,7 +84,7 @@ def weights_and_adam_step_at_start(corpus: str, without: str | None = None) -> d
     """How far stage 0 in bf16 has moved its fp32 weights before the first step, and how many steps Adam has counted."""
     with engine_as_shipped():
         engine = start(corpus, 0, "bf16", "--lr", "0.1", without=without)
-        wrapper = engine.deepspeed.optimizer
+        wrapper = engine.ds_engine.optimizer
         change = max(
             float((fp32.detach() - bf16.float()).abs().max())
             for fp32s, bf16s in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True)
@@ -99,9 +99,9 @@ def norm_error(corpus: str, without: str | None = None) -> dict[str, Any]:
     with engine_as_shipped():
         engine = start(corpus, 0, "fp32", "--d_model", "384", without=without)
         loss = engine.loss(one_batch(engine))
-        engine.deepspeed.backward(loss)
-        exact = float(sum(p.grad.double().pow(2).sum() for p in engine.deepspeed.module.parameters()).sqrt())
-        engine.deepspeed.step()
+        engine.ds_engine.backward(loss)
+        exact = float(sum(p.grad.double().pow(2).sum() for p in engine.ds_engine.module.parameters()).sqrt())
+        engine.ds_engine.step()
         return {"relative_error": abs(engine.step_metrics()["grad_norm"] / exact - 1), "applied": engine.corrections}
 
 
@@ -117,7 +117,7 @@ def offloaded_updates(corpus: str, without: str | None = None) -> dict[str, Any]
 
     with engine_as_shipped():
         engine = start(corpus, 1, "fp32", "--lr", "1", "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}', without=without)
-        adam = engine.deepspeed.basic_optimizer
+        adam = engine.ds_engine.basic_optimizer
         weight = adam.param_groups[0]["params"][0]
         forward = [update(step) for step in range(1, 31)]
         backward = [update(step) for step in range(30, 0, -1)][::-1]
@@ -131,10 +131,10 @@ def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = 
         changes = ['optimizer={"type": "SGD", "params": {"lr": 1.0}}', "fp16.loss_scale=1024", f"gradient_clipping={clipping}"]
         changes += ["zero_allow_untested_optimizer=true"]
         engine = start(corpus, stage, "fp16", *(word for change in changes for word in ("--set", change)), without=without)
-        before = [p.detach().float().clone() for p in engine.deepspeed.module.parameters()]
-        engine.deepspeed.optimizer.param_groups[0]["lr"] = 1.0
+        before = [p.detach().float().clone() for p in engine.ds_engine.module.parameters()]
+        engine.ds_engine.optimizer.param_groups[0]["lr"] = 1.0
         engine.backward_and_step(engine.loss(one_batch(engine)), 1)
-        after = [p.detach().float() for p in engine.deepspeed.module.parameters()]
+        after = [p.detach().float() for p in engine.ds_engine.module.parameters()]
         update = float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)]))
         return {"update": update, "norm": engine.step_metrics()["grad_norm"], "applied": engine.corrections}
 
@@ -152,14 +152,14 @@ def update_while_the_scale_grows(corpus: str, stage: int, offload: bool = False,
         engine = start(corpus, stage, "fp16", *flags, without=without)
         sizes, norms = [], []
         for _ in range(2):
-            before = [master.tensor.detach().clone() for master in master_weights(engine.deepspeed)]
-            for group in engine.deepspeed.optimizer.param_groups:
+            before = [master.tensor.detach().clone() for master in master_weights(engine.ds_engine)]
+            for group in engine.ds_engine.optimizer.param_groups:
                 group["lr"] = 1e-4
             engine.backward_and_step(engine.loss(one_batch(engine)), 1)
-            after = [master.tensor.detach() for master in master_weights(engine.deepspeed)]
+            after = [master.tensor.detach() for master in master_weights(engine.ds_engine)]
             sizes.append(float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)])))
             norms.append(engine.step_metrics()["grad_norm"])
-        assert engine.deepspeed.optimizer.loss_scale > 16.0
+        assert engine.ds_engine.optimizer.loss_scale > 16.0
         return {"sizes": sizes, "norms": norms, "applied": engine.corrections}
 
 
@@ -175,10 +175,10 @@ def move_of_a_block_without_gradients(corpus: str, stage: int, offload: bool, wi
         flags += ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
     with engine_as_shipped():
         engine = start(corpus, stage, "fp32", *flags, without=without)
-        model = engine.deepspeed.module
+        model = engine.ds_engine.module
         places = []
         for runner in (run_all_blocks, run_all_but(1)):
-            for group in engine.deepspeed.optimizer.param_groups:
+            for group in engine.ds_engine.optimizer.param_groups:
                 group["lr"] = 0.1
             model.block_runner = runner
             engine.backward_and_step(engine.loss(one_batch(engine)), 1)
@@ -211,7 +211,7 @@ def probe_on_an_engine_that_forgets(corpus: str, stage: int, offload: bool) -> b
     with engine_as_shipped():
         flags = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'] if offload else []
         engine = start(corpus, stage, "fp32", *flags)
-        return with_every_engine_mended(corrections.forget_gradients, lambda: corrections.gradients_go_stale(engine.deepspeed))
+        return with_every_engine_mended(corrections.forget_gradients, lambda: corrections.gradients_go_stale(engine.ds_engine))
 
 
 def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:
         corrections.take_norms_in_fp64()
         corrections.scale_like_zero()
         engine = start(corpus, 0, "fp16")
-        again = corrections.loss_is_not_scaled(engine.deepspeed)
+        again = corrections.loss_is_not_scaled(engine.ds_engine)
         return {
             "unfused_optimizer_steps_at_start": corrections.unfused_optimizer_steps_at_start(),
             "engine_norm_is_inaccurate": corrections.engine_norm_is_inaccurate(),
@@ -259,7 +259,7 @@ def scales_while_overflowing(corpus: str, stage: int, without: str | None = None
                 failure = str(reason)
                 break
             scales.append(engine.step_metrics()["loss_scale"])
-        return {"scales": scales, "failure": failure, "skipped": engine.deepspeed.skipped_steps}
+        return {"scales": scales, "failure": failure, "skipped": engine.ds_engine.skipped_steps}
 
 
 def failure_at_a_fixed_scale(corpus: str, stage: int) -> str:
@@ -280,10 +280,10 @@ def update_at_an_initial_scale_of_one(corpus: str, without: str | None = None) -
         engine = start(corpus, 0, "fp16", *flags, without=without)
         norms = []
         for _ in range(5):
-            engine.deepspeed.optimizer.param_groups[0]["lr"] = engine.deepspeed.optimizer.param_groups[1]["lr"] = 0.0
+            engine.ds_engine.optimizer.param_groups[0]["lr"] = engine.ds_engine.optimizer.param_groups[1]["lr"] = 0.0
             engine.backward_and_step(engine.loss(one_batch(engine)), 1)
             norms.append(engine.step_metrics()["grad_norm"])
-        assert engine.deepspeed.optimizer.loss_scale == 16.0
+        assert engine.ds_engine.optimizer.loss_scale == 16.0
         return norms
 
 

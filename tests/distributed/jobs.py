@@ -28,7 +28,7 @@ from launch.training.run_folder.folder import NoFolder, open_run_folder
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
 from recipes.gradients import set_gradient
-from recipes.technique import Run, StepPlan, Technique, Techniques
+from recipes.technique import RunSettings, StepWork, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
 
@@ -94,15 +94,15 @@ def forget_engines() -> None:
 class ChangingPlan(Technique):
     """Cuts the same sequences of a step into other micro-batches, in turns."""
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
-        micro_batch_size = 1 if step % 2 else 8 if step % 3 == 0 else plan.micro_batch_size
-        return plan._replace(micro_batch_size=micro_batch_size, accumulation=8 // micro_batch_size)
+    def on_step(self, step: int, work: StepWork) -> StepWork:
+        micro_batch_size = 1 if step % 2 else 8 if step % 3 == 0 else work.micro_batch_size
+        return work._replace(micro_batch_size=micro_batch_size, accumulation=8 // micro_batch_size)
 
 
 class DroppedBlock(Technique):
     """Leaves block 1 out: in every third step, and in the last micro-batch of every fourth."""
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         self.accumulation, self.step, self.micro_step = run.gradient_accumulation_steps, 0, 0
 
     def prepare(self, model: GPT) -> None:
@@ -114,9 +114,9 @@ class DroppedBlock(Technique):
 
         model.block_runner = run
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+    def on_step(self, step: int, work: StepWork) -> StepWork:
         self.step, self.micro_step = step, -1
-        return plan
+        return work
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         self.micro_step += 1
@@ -176,7 +176,7 @@ class CountedBlocks(Observer):
         self.trained = self.evaluated = self.passes = 0
 
     def start(self, engine: TrainingEngine) -> None:
-        model = engine.deepspeed.module
+        model = engine.ds_engine.module
 
         def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
             self.trained += block.training
@@ -199,7 +199,7 @@ class CountedBlocks(Observer):
 class CompiledBlocks(Technique):
     """Compiles every block by itself and counts the graphs."""
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         pass
 
     def prepare(self, model: GPT) -> None:
@@ -270,7 +270,7 @@ class WatchedLengths(Observer):
             else:
                 self.evaluated = inputs[0].shape[1]
 
-        engine.deepspeed.module.register_forward_pre_hook(note)
+        engine.ds_engine.module.register_forward_pre_hook(note)
 
     def on_step(self, step: int) -> None:
         self.trained = 0
@@ -289,7 +289,7 @@ class WatchedTokens(Observer):
         def note(block: torch.nn.Module, inputs: Any) -> None:
             self.lengths["training" if block.training else "evaluation"].append(inputs[0].shape[1])
 
-        for block in engine.deepspeed.module.h:
+        for block in engine.ds_engine.module.h:
             block.register_forward_pre_hook(note)
 
     def on_step(self, step: int) -> None:
@@ -303,7 +303,7 @@ class WatchedPositions(Observer):
     """How many positions' embeddings have been moved by more than weight decay."""
 
     def start(self, engine: TrainingEngine) -> None:
-        self.model = engine.deepspeed.module
+        self.model = engine.ds_engine.module
         self.initial = self.model.wpe.weight.detach().clone()
 
     def metrics(self) -> dict[str, float]:
@@ -315,7 +315,7 @@ class WatchedPositions(Observer):
 class WatchedErrors(Technique):
     """The largest momentum and error among rows of embeddings that cannot have a gradient; the largest error of all, and weight."""
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self, section: dict[str, Any], run: RunSettings):
         self.length, self.engine = run.shape.seq_len, None
 
     def prepare(self, model: Any) -> None:
@@ -324,9 +324,9 @@ class WatchedErrors(Technique):
     def attach(self, engine: Any, collectives: Any) -> None:
         self.engine = engine
 
-    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
-        self.length = plan.seq_len
-        return plan
+    def on_step(self, step: int, work: StepWork) -> StepWork:
+        self.length = work.seq_len
+        return work
 
     def metrics(self) -> dict[str, float]:
         if self.engine is None:

@@ -23,7 +23,7 @@ PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
 
 def plan_of(config: RunConfig) -> MemoryPlan:
     """The plan of a resolved run on CPU ranks."""
-    zero = config.engine["zero_optimization"]
+    zero = config.ds_config["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = config.built_techniques
     shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpointed_segments)

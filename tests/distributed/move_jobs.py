@@ -32,7 +32,7 @@ def loaded(flags: list[str], file: str = "") -> dict[str, Any]:
     config, _ = resolve([*flags, "--quiet"])
     collectives = start_ranks()
     techniques = make_techniques(config)
-    engine = start_engine(config, techniques, collectives).deepspeed
+    engine = start_engine(config, techniques, collectives).ds_engine
     folder, log = Path(config.runs_dir) / config.run_name, list[str]()
     run_id = json.loads((folder / "run.json").read_text())["run_id"]
     checkpoints = Checkpoints(folder / "checkpoints", 9, engine, techniques, collectives, lambda: None, log.append, run_id)
@@ -107,7 +107,7 @@ def _filled_by_hand(file: str, step: int) -> Iterator[None]:
 
     @torch.no_grad()
     def fill_by_hand(self: Move) -> None:
-        states, engine = torch.load(file), self._engine
+        states, engine = torch.load(file), self._ds_engine
         wrapper, names = engine.optimizer, {id(parameter): name for name, parameter in engine.module.named_parameters()}
         base = getattr(wrapper, "optimizer", wrapper)
         for parameter in engine.module.parameters():

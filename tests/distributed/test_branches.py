@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from launch.config.run_config import resolve
-from launch.config.steps import planned_steps
+from launch.config.steps import steps_of_run
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, state_text
 from launch.training.checkpoints.branch import start_branch
@@ -240,7 +240,7 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
 
     long = config(100, *settings[1:], ranks=int(options.get("long_ranks", 1)))
     checkpoint = tmp_path / "long/checkpoints/step-00000020"
-    steps = [one for one in planned_steps(long, long.built_techniques) if one.number <= 20]
+    steps = [one for one in steps_of_run(long, long.built_techniques) if one.number <= 20]
     lines = [
         {"step": one.number, "tokens": one.consumed, "seconds": 1.0, "lr": long.token_schedule.rate(one.consumed), **one.reported}
         for one in steps
@@ -255,7 +255,7 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
     described |= json.loads(options.get("recorded", "{}"))
     write_run(tmp_path / "long", described, lines)
     checkpoint.mkdir(parents=True)
-    samples = sum(one.plan.sequences * long.ranks for one in steps) + int(options.get("left_out", 0))
+    samples = sum(one.work.sequences * long.ranks for one in steps) + int(options.get("left_out", 0))
     state = {"step": 20, "tokens": steps[-1].consumed, "samples": samples, "val_loss": None}
     (checkpoint / STATE_FILE).write_text(state_text(state, described["run_id"], 1, {}))
     short = replace(config(50, *changed, ranks=int(options.get("ranks", 1))), branch_from=str(checkpoint))

@@ -116,5 +116,5 @@ def test_bytes_on_the_wire_are_those_counted(two_ranks, corpus, tmp_path, stage,
     lines = two_ranks.train(run)
     config, _ = resolve(run, ranks=2)
     model = GPTConfig(**vars(config.shape), vocab_size=open_corpus(corpus).vocab_size)
-    predicted = bytes_sent_per_step(model, precision, config.engine["zero_optimization"], 2, accumulation)
+    predicted = bytes_sent_per_step(model, precision, config.ds_config["zero_optimization"], 2, accumulation)
     assert lines[-1]["bytes_sent"] == predicted

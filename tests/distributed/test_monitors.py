@@ -220,7 +220,7 @@ def test_a_new_run_does_not_replace_the_csv_files_of_another(corpus, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     config, _ = resolve(["--deepspeed_config", str(tmp_path / "config.json"), "--data", str(corpus)])
     with pytest.raises(UsageError, match=r"logs/first: holds CSV files, and r is a new run; give another csv_monitor\.job_name"):
-        check_monitors(config.engine, tmp_path / "r")
+        check_monitors(config.ds_config, tmp_path / "r")
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "run.json").touch()
-    check_monitors(config.engine, tmp_path / "r")
+    check_monitors(config.ds_config, tmp_path / "r")

@@ -79,7 +79,7 @@ def test_two_runs_with_the_same_drive_have_folders_of_their_own(corpus, tmp_path
     def folders(runs: str, path: str) -> list[Path]:
         config = resolve(flags(corpus, tmp_path / runs, "zero3_bf16", "r", "nvme", "nvme"))[0]
         for key in OFFLOADS:
-            config.engine["zero_optimization"][key]["nvme_path"] = path
+            config.ds_config["zero_optimization"][key]["nvme_path"] = path
         zero = _deepspeed_config(config)["zero_optimization"]
         assert [Path(zero[key]["nvme_path"]) for key in OFFLOADS] == list(config.swap_folders.values())
         return [Path(zero[key]["nvme_path"]) for key in OFFLOADS]

@@ -9,7 +9,7 @@ import pytest
 
 from launch.config.flags import as_words
 from launch.config.run_config import resolve
-from launch.config.steps import planned_steps
+from launch.config.steps import steps_of_run
 from launch.errors import UsageError
 from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
@@ -86,7 +86,7 @@ def test_two_techniques_both_act(model, pair, one_rank, two_ranks, corpus, tmp_p
     same; what compresses up to the first step that it compresses, and nearly the same from there."""
     run = flags(corpus, tmp_path, "r", *pair) + MODELS[model]
     config, _ = resolve([*run, "--ranks", "2"])
-    plan = list(planned_steps(config, make_techniques(config)))
+    plan = list(steps_of_run(config, make_techniques(config)))
     lines = two_ranks.train(run)
     assert len(lines) == len(plan)
     for line in lines:

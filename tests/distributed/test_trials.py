@@ -214,7 +214,7 @@ def test_a_setting_of_the_recipes_technique_is_not_the_controls(corpus):
         experiment = plan_experiment(recipe, [*flags(corpus), *given, "--set", "gradient_clipping=0.5"], [1], 1)
         (control,), (own,) = experiment.control, experiment.own
         assert control.config.techniques == {} and own.config.techniques["progressive_layer_drop"]["theta"] == 0.2
-        assert control.config.engine["gradient_clipping"] == own.config.engine["gradient_clipping"] == 0.5
+        assert control.config.ds_config["gradient_clipping"] == own.config.ds_config["gradient_clipping"] == 0.5
     other = plan_experiment(read_recipe(ROOT / "recipes/zero_2"), [*flags(corpus), "--set", "fused_kernels=auto"], [1], 1)
     assert all("fused_kernels" in trial.config.techniques for trial in (*other.control, *other.own)), "it is not zero_2's technique"
 

@@ -26,10 +26,10 @@ class WatchedWeights(Observer):
         self.engine = engine
 
     def after_step(self, step: int) -> None:
-        own = weights_digest(self.engine.deepspeed)
+        own = weights_digest(self.engine.ds_engine)
         with self.engine.techniques.evaluation_weights():
-            self.steps.append({"step": step, "own": own, "agreed": weights_digest(self.engine.deepspeed)})
-        assert weights_digest(self.engine.deepspeed) == own, "they come back"
+            self.steps.append({"step": step, "own": own, "agreed": weights_digest(self.engine.ds_engine)})
+        assert weights_digest(self.engine.ds_engine) == own, "they come back"
 
 
 def weights_over_the_run(flags: list[str], saved_after: int = 0, overflows: Sequence[int] = ()) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from data_pipeline.staging import staged_folder, write_atomically
 from launch.config.optimizer import has_rate_of_its_own, without_defaults
 from launch.config.run_config import RunConfig
-from launch.config.steps import planned_steps
+from launch.config.steps import steps_of_run
 from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, state_text, verify
@@ -164,10 +164,10 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
     recorded = {line["step"]: line for line in by_step(lines)}
     assert config.token_schedule is not None, "_check_decay refuses others"
     where, planned = f"--branch_from {config.branch_from}", 0
-    for steps in planned_steps(config, techniques):
+    for steps in steps_of_run(config, techniques):
         if steps.number > lines[-1]["step"]:
             break
-        planned += steps.plan.sequences * config.ranks
+        planned += steps.work.sequences * config.ranks
         there = recorded.get(steps.number, {})
         for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
             if key not in there:

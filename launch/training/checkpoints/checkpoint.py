@@ -94,7 +94,7 @@ class Checkpoints:
     Args:
         folder: `runs/<name>/checkpoints`.
         keep: the number of newest checkpoints to keep.
-        engine: DeepSpeed's engine.
+        ds_engine: DeepSpeed's engine.
         on_failure: called when a checkpoint could not be written in the background; should stop the run after the current step.
         log: writes one line to the log.
         run_id: the id in the run's `run.json`; only needed on rank 0.
@@ -110,7 +110,7 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int,
-        engine: Any,
+        ds_engine: Any,
         technique: Technique,
         collectives: Collectives,
         on_failure: Callable[[], None],
@@ -120,8 +120,8 @@ class Checkpoints:
         on_wait: Callable[[], None] = lambda: None,
         check_data: Callable[[], None] = lambda: None,
     ):
-        self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
-        self._snapshots = Snapshots(engine, technique, collectives, log)
+        self.folder, self.keep, self.ds_engine, self.technique, self.collectives = folder, keep, ds_engine, technique, collectives
+        self._snapshots = Snapshots(ds_engine, technique, collectives, log)
         self._on_failure, self._on_wait, self._log, self._run_id = on_failure, on_wait, log, run_id
         self._check_data = check_data
         self.current: Path | None = None
@@ -178,7 +178,7 @@ class Checkpoints:
             self.collectives.barrier()
             self._snapshots.begin(copying=not last)
             with self.technique.evaluation_weights():
-                self.engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
+                self.ds_engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
             if of_technique := self.technique.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file()))
         self.current = final
@@ -305,12 +305,12 @@ class Checkpoints:
                 self.technique.discard_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: the per-rank state of a technique was {reason}; start {state['ranks']} ranks") from None
-        move = move_of(newest, state["ranks"], self.engine, self.collectives.world_size)
+        move = move_of(newest, state["ranks"], self.ds_engine, self.collectives.world_size)
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
             if move is None:
-                with own_settings(self.engine):
+                with own_settings(self.ds_engine):
                     # The step number alone sets the rate of a schedule.
-                    path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG, load_lr_scheduler_states=False)
+                    path, _ = self.ds_engine.load_checkpoint(str(newest), tag=ENGINE_TAG, load_lr_scheduler_states=False)
                 if path is None:
                     raise RuntimeError("DeepSpeed found nothing in it")
             else:

@@ -1,7 +1,7 @@
 """Moves a checkpoint into an engine of another layout: other ranks, another ZeRO stage, offload or precision.
 
 DeepSpeed loads a checkpoint only if each rank finds its own part in it. Here every rank maps the files of all ranks
-(`launch/formats/engine_files.py`) and copies its own part, piece by piece: the fp32 weights and the optimizer's state of each parameter,
+(`launch/formats/deepspeed_files.py`) and copies its own part, piece by piece: the fp32 weights and the optimizer's state of each parameter,
 then the weights that the model computes with. The files are not changed.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from launch.errors import UsageError
-from launch.formats.engine_files import EngineFiles, EngineLayout, Piece, copy_pieces
+from launch.formats.deepspeed_files import DeepSpeedFiles, DeepSpeedLayout, Piece, copy_pieces
 from recipes.masters import Fragment, Master, master_weights
 
 #: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
@@ -28,7 +28,7 @@ LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Move:
-    """A checkpoint of another layout, to be loaded into `engine`, DeepSpeed's.
+    """A checkpoint of another layout, to be loaded into `ds_engine`.
 
     Args:
         files: of the checkpoint.
@@ -38,10 +38,10 @@ class Move:
         UsageError: this state cannot be moved, or not into this engine; one line with the reason. The engine is not changed.
     """
 
-    def __init__(self, files: EngineFiles, engine: Any, layout: EngineLayout):
-        self._files, self._engine, self._layout, self._wrapper = files, engine, layout, engine.optimizer
-        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    def __init__(self, files: DeepSpeedFiles, ds_engine: Any, layout: DeepSpeedLayout):
+        self._files, self._ds_engine, self._layout, self._wrapper = files, ds_engine, layout, ds_engine.optimizer
+        self._names = {id(parameter): name for name, parameter in ds_engine.module.named_parameters()}
+        self._optimizer = getattr(ds_engine.optimizer, "optimizer", ds_engine.optimizer)
         self._refuse_engine()
         with files.as_deepspeed_writes():
             self._weights, self._state = files.weights(), files.optimizer()
@@ -66,7 +66,7 @@ class Move:
         """At stages 1 to 3: refuse state that only some parameters of a flat tensor have, and state that ZeRO would cut."""
         if self._layout.stage == 0:
             return
-        for names in ([fragment.name for fragment in master.fragments] for master in master_weights(self._engine)):
+        for names in ([fragment.name for fragment in master.fragments] for master in master_weights(self._ds_engine)):
             for key, of_parameter in self._state.pieces.items():
                 if 0 < len(lacking := set(names) - set(of_parameter)) < len(names):
                     raise UsageError(f"{self._files.checkpoint}: the optimizer has no {key} of {min(lacking)}; use stage 0")
@@ -82,7 +82,7 @@ class Move:
         """Load everything into the engine. All ranks call this together."""
         if partitioned := self._layout.stage == 3:
             self._wrapper.checkpoint_event_prologue()
-        masters = list(master_weights(self._engine))
+        masters = list(master_weights(self._ds_engine))
         for master in masters:
             _fill(master.tensor.data, master.fragments, self._weights)
         self._load_optimizer(masters)
@@ -90,7 +90,7 @@ class Move:
             self._take_over_weights_at_stage_3()
             self._wrapper.checkpoint_event_epilogue()
         else:
-            for parameter in self._engine.module.parameters():
+            for parameter in self._ds_engine.module.parameters():
                 copy_pieces(self._weights[self._names[id(parameter)]], parameter.data.view(-1))
             if self._layout.stage:
                 self._wrapper._link_all_hp_params()
@@ -134,12 +134,12 @@ class Move:
         wrapper = self._wrapper
         state = {name: getattr(wrapper, name) for name in ("loss_scaler", "dynamic_loss_scale", "overflow")}
         state["fp32_flat_groups"] = wrapper.fp32_partitioned_groups_flat
-        wrapper.load_state_dict({self._engine.global_rank: state}, load_optimizer_states=False)
+        wrapper.load_state_dict({self._ds_engine.global_rank: state}, load_optimizer_states=False)
 
     def _load_counters(self) -> None:
-        engine, saved = self._engine, self._files.engine
-        engine.global_steps, engine.skipped_steps = saved["global_steps"], saved["skipped_steps"]
-        engine.global_samples = saved["global_samples"]
+        ds_engine, saved = self._ds_engine, self._files.state
+        ds_engine.global_steps, ds_engine.skipped_steps = saved["global_steps"], saved["skipped_steps"]
+        ds_engine.global_samples = saved["global_samples"]
         if self._layout.precision == self._files.layout.precision == "fp16":
             _take_scale(getattr(self._wrapper, _scaler_name(self._wrapper)), self._files.loss_scale())
 
@@ -160,12 +160,12 @@ def _take_scale(scaler: Any, saved: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def own_settings(engine: Any) -> Iterator[None]:
+def own_settings(ds_engine: Any) -> Iterator[None]:
     """Restore this run's `SETTINGS`, clipping and rule of the loss scale after the body, in which DeepSpeed loads those of a checkpoint.
 
     The scale itself is taken from the checkpoint if both are dynamic.
     """
-    wrapper = engine.optimizer
+    wrapper = ds_engine.optimizer
     groups = [{key: group[key] for key in SETTINGS if key in group} for group in wrapper.param_groups]
     own = {name: getattr(wrapper, name) for name in ("clip_grad", "dynamic_loss_scale") if hasattr(wrapper, name)}
     scaler = getattr(wrapper, _scaler_name(wrapper), None)  # None at stage 0 in fp32
@@ -183,15 +183,15 @@ def own_settings(engine: Any) -> Iterator[None]:
         setattr(wrapper, setting, value)
 
 
-def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Move | None:
-    """The move of `checkpoint`, which `ranks_before` ranks wrote, into `engine` on `ranks` ranks; None if DeepSpeed can load it itself.
+def move_of(checkpoint: Path, ranks_before: int, ds_engine: Any, ranks: int) -> Move | None:
+    """The move of `checkpoint`, which `ranks_before` ranks wrote, into `ds_engine` on `ranks` ranks; None if DeepSpeed can load it itself.
 
     Raises:
         UsageError: it cannot be moved.
     """
-    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in engine.module.named_parameters()}
-    files, layout = EngineFiles(checkpoint, ranks_before, shapes), EngineLayout.of(engine.config, ranks)
-    return None if files.layout == layout else Move(files, engine, layout)
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in ds_engine.module.named_parameters()}
+    files, layout = DeepSpeedFiles(checkpoint, ranks_before, shapes), DeepSpeedLayout.of(ds_engine.config, ranks)
+    return None if files.layout == layout else Move(files, ds_engine, layout)
 
 
 def _fill(flat: torch.Tensor, fragments: list[Fragment], pieces: dict[str, list[Piece]]) -> torch.Tensor:

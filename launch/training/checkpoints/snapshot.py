@@ -29,7 +29,7 @@ USABLE_MEMORY = 0.9
 
 
 class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
-    """DeepSpeed's writer and reader of checkpoint files, installed in `engine`.
+    """DeepSpeed's writer and reader of checkpoint files, installed in `ds_engine`.
 
     The writer either copies its input, to be written by `write_copies`, or writes it at once. It computes digests. The reader loads only
     tensors. The memory of the copies (pinned if there is a GPU) is allocated once and reused.
@@ -39,15 +39,15 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         log: writes one line to the log.
     """
 
-    def __init__(self, engine: Any, technique: Technique, collectives: Collectives, log: Callable[[str], None]):
-        super().__init__(engine._config)
-        self._engine, self._technique, self._collectives, self._log = engine, technique, collectives, log
+    def __init__(self, ds_engine: Any, technique: Technique, collectives: Collectives, log: Callable[[str], None]):
+        super().__init__(ds_engine._config)
+        self._ds_engine, self._technique, self._collectives, self._log = ds_engine, technique, collectives, log
         self._copy = stager(collectives.device)
         self._copies: list[tuple[Any, str]] = []
         self._entries: dict[Path, dict[str, Any]] = {}
         self._copying = False
         self._fits: bool | None = None  # whether the copies fit into host memory, once that is known
-        engine.checkpoint_engine = self
+        ds_engine.checkpoint_engine = self
 
     def begin(self, copying: bool) -> None:
         """Begin a checkpoint. If `copying` and memory suffices, `save` keeps copies for `write_copies`; otherwise it writes at once."""
@@ -81,10 +81,10 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
 
     def _fit(self, state_dict: Any) -> bool:
         own = self._technique.state_dict()
-        states = (state_dict, self._engine.optimizer.state_dict(), own)
+        states = (state_dict, self._ds_engine.optimizer.state_dict(), own)
         storages = [leaf.untyped_storage() for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        only_rank_0_copies = self._engine.zero_optimization_stage() == 0 and not own
+        only_rank_0_copies = self._ds_engine.zero_optimization_stage() == 0 and not own
         room = USABLE_MEMORY * free_host_memory() / (1 if only_rank_0_copies else self._collectives.ranks_of_host)
         if needed > room:
             sizes = f"{needed / 2**30:,.2f} GiB, and its share of the host's free memory is {room / 2**30:,.2f}"

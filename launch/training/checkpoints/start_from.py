@@ -39,17 +39,17 @@ def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Colle
         raise fault or UsageError(f"{folder.folder}: rank 0 could not read its weights")
 
 
-def fill_masters(engine: Any, folder: HFFolder, collectives: Collectives) -> None:
+def fill_masters(ds_engine: Any, folder: HFFolder, collectives: Collectives) -> None:
     """In bf16 and fp16: set the fp32 master weights to the folder's values.
 
     DeepSpeed copies them from the rounded weights of the model, which have 8 of 24 bits. With this, an export after zero steps writes the
     values that were read.
     """
-    if engine.zero_optimization_stage() == 0:
-        for master in master_weights(engine):
+    if ds_engine.zero_optimization_stage() == 0:
+        for master in master_weights(ds_engine):
             folder.read_into(master.fragments[0].name, master.tensor.data)
         return
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in ds_engine.module.named_parameters():
         weight = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32)
         folder.read_into(name, weight)
         if hasattr(parameter, "ds_id"):  # stage 3: a part of each parameter on each rank, the last one padded

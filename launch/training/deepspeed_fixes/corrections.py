@@ -57,31 +57,31 @@ def before_initialize(zero_stage: int, precision: str, collectives: Collectives)
     return _correct(candidates, collectives)
 
 
-def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
+def after_initialize(ds_engine: Any, collectives: Collectives) -> list[str]:
     """Correct one engine after it is built. All ranks must call this together."""
     candidates: list[Candidate] = []
-    stage = engine.zero_optimization_stage()
-    if stage == 0 and engine.fp16_enabled():
+    stage = ds_engine.zero_optimization_stage()
+    if stage == 0 and ds_engine.fp16_enabled():
         candidates.append((loss_is_not_scaled, scale_loss))
-    if stage > 0 and engine.fp16_enabled():
+    if stage > 0 and ds_engine.fp16_enabled():
         candidates.append((scale_grows_before_the_update, grow_scale_after_the_update))
-    if stage == 3 or engine.zero_use_cpu_optimizer():
+    if stage == 3 or ds_engine.zero_use_cpu_optimizer():
         candidates.append((gradients_go_stale, forget_gradients))
-    if isinstance(engine.basic_optimizer, DeepSpeedCPUAdam):
+    if isinstance(ds_engine.basic_optimizer, DeepSpeedCPUAdam):
         candidates.append((cpu_adam_depends_on_its_start, derive_bias_correction_from_step))
-    if engine.zero_nvme_offload_optimizer():
-        candidates.append((lambda engine: optimizer_on_drive_is_not_loaded(engine, collectives), load_optimizer_on_drive))
-    return _correct(candidates, collectives, engine)
+    if ds_engine.zero_nvme_offload_optimizer():
+        candidates.append((lambda ds_engine: optimizer_on_drive_is_not_loaded(ds_engine, collectives), load_optimizer_on_drive))
+    return _correct(candidates, collectives, ds_engine)
 
 
 Candidate = tuple[Callable[..., bool], Callable[..., None]]  # a probe and its correction
 
 
-def _correct(candidates: list[Candidate], collectives: Collectives, *engine: Any) -> list[str]:
+def _correct(candidates: list[Candidate], collectives: Collectives, *ds_engine: Any) -> list[str]:
     applied = []
     for probe, correct in candidates:
-        if collectives.any(probe(*engine)):
-            correct(*engine)
+        if collectives.any(probe(*ds_engine)):
+            correct(*ds_engine)
             applied.append(correct.__name__)
     return applied
 
@@ -241,7 +241,7 @@ def scale_like_zero() -> None:
 # --- stages 1 to 3, fp16: the loss scale grows before the update ---------------------------------------------------------------------
 
 
-def scale_grows_before_the_update(engine: Any) -> bool:
+def scale_grows_before_the_update(ds_engine: Any) -> bool:
     """Bug: the loss scale grows before the gradients are divided by it, so one update in every `loss_scale_window` steps has half its size.
 
     Clipping counts the gradient double. Stage 3 also reports half of its norm. The code is `step` in
@@ -249,7 +249,7 @@ def scale_grows_before_the_update(engine: Any) -> bool:
     two steps with the same gradient must be equal. All ranks must call this together.
     """
     rule = {"initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
-    with _probe_engine(engine, rule=rule) as probe:
+    with _probe_engine(ds_engine, rule=rule) as probe:
         places = [safe_get_full_fp32_param(probe.module[0].weight).clone()]
         for _ in range(2):
             _step(probe, probe.module)
@@ -258,9 +258,9 @@ def scale_grows_before_the_update(engine: Any) -> bool:
     return not torch.allclose(first, second, rtol=0.1)
 
 
-def grow_scale_after_the_update(engine: Any) -> None:
+def grow_scale_after_the_update(ds_engine: Any) -> None:
     """Correction: an overflow changes the scale at once, and a step without one when its update is made."""
-    _grow_after_the_update(engine.optimizer)
+    _grow_after_the_update(ds_engine.optimizer)
 
 
 def _grow_after_the_update(optimizer: Any) -> None:
@@ -282,45 +282,45 @@ def _grow_after_the_update(optimizer: Any) -> None:
 # --- stage 0, fp16: the loss is not scaled -------------------------------------------------------------------------------------------
 
 
-def loss_is_not_scaled(engine: Any) -> bool:
+def loss_is_not_scaled(ds_engine: Any) -> bool:
     """Bug: at stage 0 `engine.backward` does not multiply the loss by the loss scale, but the optimizer divides the gradients by it.
 
     At a scale of 1024, the update was 1/1024 of the correct one, and nothing was clipped. The code is `backward` in
     deepspeed/runtime/engine.py. Probe: the engine's own `backward` on a loss that is a single weight; its gradient must be the scale.
     """
-    weight = torch.ones((), device=engine.device, requires_grad=True)
+    weight = torch.ones((), device=ds_engine.device, requires_grad=True)
     # At a scale other than 1, without the reduction (the model has no gradients yet) and the timers (only a forward pass starts them).
-    before = engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale
-    engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = False, NoopTimer(), 4.0
+    before = ds_engine.enable_backward_allreduce, ds_engine.timers, ds_engine.optimizer.loss_scale
+    ds_engine.enable_backward_allreduce, ds_engine.timers, ds_engine.optimizer.loss_scale = False, NoopTimer(), 4.0
     try:
-        engine.backward(weight * 1.0, scale_wrt_gas=False)
+        ds_engine.backward(weight * 1.0, scale_wrt_gas=False)
     finally:
-        engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = before
+        ds_engine.enable_backward_allreduce, ds_engine.timers, ds_engine.optimizer.loss_scale = before
     assert weight.grad is not None, "the engine's backward leaves a gradient"
     return float(weight.grad) != 4.0
 
 
-def scale_loss(engine: Any) -> None:
+def scale_loss(ds_engine: Any) -> None:
     """Correction: multiply the loss by the current scale before `engine.backward`."""
-    backward = engine.backward
+    backward = ds_engine.backward
 
     def scaled_backward(loss: torch.Tensor, **options: Any) -> torch.Tensor:
-        return backward(loss.float() * engine.optimizer.loss_scale, **options)
+        return backward(loss.float() * ds_engine.optimizer.loss_scale, **options)
 
-    engine.backward = scaled_backward
+    ds_engine.backward = scaled_backward
 
 
 # --- offloaded Adam: bias correction after a resume ----------------------------------------------------------------------------------
 
 
-def cpu_adam_depends_on_its_start(engine: Any) -> bool:
+def cpu_adam_depends_on_its_start(ds_engine: Any) -> bool:
     """Bug: after a resume, the bias correction of an offloaded Adam is rounded differently.
 
     A process computes beta^t by one multiplication per step in fp32, but after a resume begins with a power. Losses in fp32 were off by
     5e-7 within 10 steps. The code is `IncrementStep` in csrc/includes/cpu_adam.h. Probe: the update of a step must not depend on the step
     before it, so updates in ascending and descending order of steps must be equal.
     """
-    kernels, number = engine.basic_optimizer.ds_opt_adam, PROBE_OPTIMIZER
+    kernels, number = ds_engine.basic_optimizer.ds_opt_adam, PROBE_OPTIMIZER
     settings = 1.0, 0.9, 0.95, 1e-8, 0.0  # learning rate, betas, eps, weight decay
 
     def update(step: int) -> float:
@@ -335,7 +335,7 @@ def cpu_adam_depends_on_its_start(engine: Any) -> bool:
     return ascending != descending[::-1]
 
 
-def derive_bias_correction_from_step(engine: Any) -> None:
+def derive_bias_correction_from_step(ds_engine: Any) -> None:
     """Correction: before each update, an update of no elements at step 0, after which the next step begins with a power."""
     empty = torch.empty(0)
 
@@ -344,13 +344,13 @@ def derive_bias_correction_from_step(engine: Any) -> None:
         settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, *settings, empty, empty, empty, empty)
 
-    engine.basic_optimizer.register_step_pre_hook(forget_powers)
+    ds_engine.basic_optimizer.register_step_pre_hook(forget_powers)
 
 
 # --- stage 3, and offload at stages 1, 2 and 3: gradients of earlier steps ---------------------------------------------------------------
 
 
-def gradients_go_stale(engine: Any) -> bool:
+def gradients_go_stale(ds_engine: Any) -> bool:
     """Bug: a parameter without a gradient in a step is updated with its gradient of an earlier step.
 
     Stage 3 keeps gradients in one flat buffer that is never set to zero, and copies the gradients of the first micro-batch into it. With an
@@ -359,7 +359,7 @@ def gradients_go_stale(engine: Any) -> bool:
     deepspeed/runtime/zero/stage3.py and `copy_grads_in_partition` in stage_1_and_2.py. Probe: an engine of two weights with plain SGD; the
     weight that is left out of the second step must not change. All ranks must call this together.
     """
-    with _probe_engine(engine) as probe:
+    with _probe_engine(ds_engine) as probe:
         places = []
         for used in (probe.module, probe.module[:1]):
             _step(probe, used)
@@ -368,23 +368,23 @@ def gradients_go_stale(engine: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _probe_engine(engine: Any, offload: dict[str, Any] | None = None, rule: dict[str, Any] | None = None) -> Iterator[Any]:
-    """An engine with two small weights and plain SGD, with the stage and precision of `engine`.
+def _probe_engine(ds_engine: Any, offload: dict[str, Any] | None = None, rule: dict[str, Any] | None = None) -> Iterator[Any]:
+    """An engine with two small weights and plain SGD, with the stage and precision of `ds_engine`.
 
     Args:
-        offload: the section `offload_optimizer`; by default the CPU if `engine` offloads its optimizer.
+        offload: the section `offload_optimizer`; by default the CPU if `ds_engine` offloads its optimizer.
         rule: of the loss scale, which is fixed at 1 by default.
     """
     # Small buckets: stage 3 allocates its own as soon as it is built.
-    stage = engine.zero_optimization_stage()
+    stage = ds_engine.zero_optimization_stage()
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
-    if engine.zero_use_cpu_optimizer():
+    if ds_engine.zero_use_cpu_optimizer():
         section["offload_optimizer"] = offload or {"device": "cpu", "pin_memory": False}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": section,
-        "bf16": {"enabled": engine.bfloat16_enabled()},
-        "fp16": {"enabled": engine.fp16_enabled(), **(rule or {"loss_scale": 1})},
+        "bf16": {"enabled": ds_engine.bfloat16_enabled()},
+        "fp16": {"enabled": ds_engine.fp16_enabled(), **(rule or {"loss_scale": 1})},
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -405,11 +405,13 @@ def _step(probe: Any, used: Any) -> None:
     probe.step()
 
 
-def forget_gradients(engine: Any) -> None:
+def forget_gradients(ds_engine: Any) -> None:
     """Correction: before the update, set missing gradients to zero and store those of earlier micro-batches; after it, clear all."""
-    optimizer = engine.optimizer
+    optimizer = ds_engine.optimizer
     step = optimizer.step
-    complete, clear = (_complete_stage_3, _clear_stage_3) if engine.zero_optimization_stage() == 3 else (_complete_offload, _clear_offload)
+    complete, clear = (
+        (_complete_stage_3, _clear_stage_3) if ds_engine.zero_optimization_stage() == 3 else (_complete_offload, _clear_offload)
+    )
 
     def step_and_forget(*args: Any, **options: Any) -> Any:
         complete(optimizer)
@@ -468,7 +470,7 @@ def _clear_offload(optimizer: Any) -> None:
 # --- an optimizer on NVMe: its state is not loaded ---------------------------------------------------------------------------------
 
 
-def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> bool:
+def optimizer_on_drive_is_not_loaded(ds_engine: Any, collectives: Collectives) -> bool:
     """Bug: with the optimizer on NVMe, `load_checkpoint` only copies the swap files back.
 
     The moments in them are not registered, so Adam starts with zeros at step 1. Tensors too small for NVMe (biases and norms) keep their
@@ -476,11 +478,11 @@ def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> b
     ("not self.zero_nvme_offload_optimizer()"). Probe: save, step and load an engine with two small weights, which must then be the saved
     ones. All ranks must call this together.
     """
-    section = dict(engine.config["zero_optimization"]["offload_optimizer"])
+    section = dict(ds_engine.config["zero_optimization"]["offload_optimizer"])
     folder = os.path.join(section["nvme_path"], "probe")
     shutil.rmtree(folder, ignore_errors=True)  # left by a start that was killed
     collectives.barrier()
-    with _probe_engine(engine, {**section, "nvme_path": folder}) as probe:
+    with _probe_engine(ds_engine, {**section, "nvme_path": folder}) as probe:
         weight = probe.module[0].weight
         _step(probe, probe.module)
         saved = safe_get_full_fp32_param(weight).clone()
@@ -493,18 +495,18 @@ def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> b
     return lost
 
 
-def load_optimizer_on_drive(engine: Any) -> None:
+def load_optimizer_on_drive(ds_engine: Any) -> None:
     """Correction: after `load_checkpoint`, load the optimizer's state from this rank's file and register the moments on NVMe."""
-    load = engine.load_checkpoint
+    load = ds_engine.load_checkpoint
 
     def load_all(load_dir: str, tag: str, **options: Any) -> Any:
         loaded = load(load_dir, tag=tag, **options)
-        file = engine._get_zero_ckpt_name(load_dir, tag)
+        file = ds_engine._get_zero_ckpt_name(load_dir, tag)
         saved = load_tensors(file, deepspeed_objects=True)["optimizer_state_dict"]
-        _take_optimizer_state(engine.optimizer, saved, Path(load_dir) / tag / "offloaded_tensors" / f"rank{engine.global_rank:02d}")
+        _take_optimizer_state(ds_engine.optimizer, saved, Path(load_dir) / tag / "offloaded_tensors" / f"rank{ds_engine.global_rank:02d}")
         return loaded
 
-    engine.load_checkpoint = load_all
+    ds_engine.load_checkpoint = load_all
 
 
 def _take_optimizer_state(optimizer: Any, saved: dict[str, Any], folder: Path) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from launch.config.engine_schema import engine_schema
+from launch.config.deepspeed_schema import deepspeed_schema
 from launch.errors import UsageError
 from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
 
@@ -34,7 +34,7 @@ def leaves(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath
             yield (*path, key), value
 
 
-class EngineJson:
+class DeepSpeedJson:
     """The JSON in `file`, changed by `overrides` (`--set key.path=value`).
 
     Attributes:
@@ -83,14 +83,14 @@ class EngineJson:
     @staticmethod
     def _documented(path: KeyPath) -> KeyPath:
         """`path` below a section for which DeepSpeed has two names, with the documented one."""
-        for old, (new, if_true) in engine_schema().other_names.items():
+        for old, (new, if_true) in deepspeed_schema().other_names.items():
             if if_true is None and path[: (depth := old.count(".") + 1)] == tuple(old.split(".")) and len(path) > depth:
                 return (*new.split("."), *path[depth:])
         return path
 
     def _take_other_names(self) -> None:
         """Give the keys for which DeepSpeed has two names the documented one."""
-        for old, (new, if_true) in engine_schema().other_names.items():
+        for old, (new, if_true) in deepspeed_schema().other_names.items():
             path, to = tuple(old.split(".")), tuple(new.split("."))
             section = value_at(self.values, path[:-1])
             if not isinstance(section, dict) or path[-1] not in section:

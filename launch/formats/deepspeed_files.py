@@ -46,7 +46,7 @@ Piece = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class EngineLayout:
+class DeepSpeedLayout:
     """The division of weights and optimizer state among the ranks of DeepSpeed's engine, and so among the files of a checkpoint.
 
     Attributes:
@@ -61,7 +61,7 @@ class EngineLayout:
     others: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, config: dict[str, Any], ranks: int) -> EngineLayout:
+    def of(cls, config: dict[str, Any], ranks: int) -> DeepSpeedLayout:
         """The layout of an engine with DeepSpeed's `config`, which each checkpoint has as `ds_config`."""
         zero = config.get("zero_optimization") or {}
         stage = int(zero.get("stage") or 0)
@@ -110,7 +110,7 @@ class _Place(NamedTuple):
     part: slice
 
 
-class EngineFiles:
+class DeepSpeedFiles:
     """DeepSpeed's files in `checkpoint`, which `ranks` ranks wrote. Tensors are mapped, and read only where they are used.
 
     Args:
@@ -137,9 +137,9 @@ class EngineFiles:
             if not self._of_ranks or not parts:
                 raise UsageError(f"{folder}: lacks DeepSpeed's files of weights; copy the checkpoint again")
             self._file = parts[0]
-        self.engine = load_tensors(self._file, mapped=True)
+        self.state = load_tensors(self._file, mapped=True)
         with self.as_deepspeed_writes():
-            self.layout = EngineLayout.of(self.engine.get("ds_config") or {}, ranks)
+            self.layout = DeepSpeedLayout.of(self.state.get("ds_config") or {}, ranks)
 
     @contextlib.contextmanager
     def as_deepspeed_writes(self) -> Iterator[None]:
@@ -161,11 +161,11 @@ class EngineFiles:
         if self._partitioned:
             return self._weights_of_ranks()
         # A tied head is the embedding.
-        weights = {name: tensor for name, tensor in self.engine["module"].items() if name != HEAD or HEAD in self._shapes}
+        weights = {name: tensor for name, tensor in self.state["module"].items() if name != HEAD or HEAD in self._shapes}
         if any(tensor.dtype != torch.float32 for tensor in weights.values()):
             if self._of_ranks:
                 return self._weights_of_ranks()
-            if "fp32_groups" in (self.engine.get("optimizer") or {}):
+            if "fp32_groups" in (self.state.get("optimizer") or {}):
                 weights = self._masters_of_stage_0(weights)
         self._require_shapes({name: tensor.shape for name, tensor in weights.items()})
         return {name: [(0, tensor.detach().reshape(-1))] for name, tensor in weights.items()}
@@ -200,7 +200,7 @@ class EngineFiles:
     def loss_scale(self) -> dict[str, Any]:
         """fp16: the state of the loss scale, under the names of DeepSpeed's `DynamicLossScaler`."""
         if not self._of_ranks:
-            return dict(self.engine["optimizer"])
+            return dict(self.state["optimizer"])
         state = load_tensors(self._of_ranks[0], mapped=True, deepspeed_objects=True)["optimizer_state_dict"]
         return dict(vars(state["loss_scaler"]))
 
@@ -212,7 +212,7 @@ class EngineFiles:
 
     def _masters_of_stage_0(self, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The fp32 master weights by name. DeepSpeed keeps them in the order of the optimizer's groups."""
-        masters = (master for group in self.engine["optimizer"]["fp32_groups"] for master in group)
+        masters = (master for group in self.state["optimizer"]["fp32_groups"] for master in group)
         found = dict(zip(self._names(), masters, strict=False))
         for name, half in halves.items():
             # `half` is the rounded master weight; in a wrong order, the shape alone could match.
@@ -221,7 +221,7 @@ class EngineFiles:
         return found
 
     def _optimizer_of_stage_0(self) -> OptimizerState:
-        saved = self.engine["optimizer"]
+        saved = self.state["optimizer"]
         saved = saved.get("optimizer_state_dict", saved)
         indices = [index for group in saved["param_groups"] for index in group["params"]]
         pieces: dict[str, dict[str, list[Piece]]] = {}
@@ -273,14 +273,14 @@ class EngineFiles:
 
     def _sizes_of_sub_groups(self) -> list[int]:
         """Elements of each sub-group on one rank."""
-        limit = (self.engine.get("ds_config") or {}).get("zero_optimization", {}).get("sub_group_size", SUB_GROUP_SIZE)
-        groups = [map(math.prod, names.values()) for names in self.engine["param_shapes"]]
+        limit = (self.state.get("ds_config") or {}).get("zero_optimization", {}).get("sub_group_size", SUB_GROUP_SIZE)
+        groups = [map(math.prod, names.values()) for names in self.state["param_shapes"]]
         return [size for group in groups for size in sub_group_sizes(group, len(self._of_ranks), limit)]
 
     @functools.cached_property
     def _places(self) -> dict[str, list[_Place]]:
         """Parameter -> its consecutive pieces in the flat parts."""
-        groups = self.engine["param_shapes"]
+        groups = self.state["param_shapes"]
         self._require_shapes({name: shape for names in groups for name, shape in names.items()})
         places = self._places_at_stage_3 if self._partitioned else self._places_at_stages_1_and_2
         return {name: found for group, names in enumerate(groups) for name, found in places(group, names)}
@@ -295,7 +295,7 @@ class EngineFiles:
     def _places_at_stage_3(self, group: int, names: dict[str, torch.Size]) -> Iterator[tuple[str, list[_Place]]]:
         """Every rank has a part of each parameter, the last one padded; its parts are concatenated in its sub-groups."""
         ranks = len(self._flats)
-        begin = sum(-(-math.prod(shape) // ranks) for before in self.engine["param_shapes"][:group] for shape in before.values())
+        begin = sum(-(-math.prod(shape) // ranks) for before in self.state["param_shapes"][:group] for shape in before.values())
         for name, shape in names.items():
             numel, each, places = math.prod(shape), -(-math.prod(shape) // ranks), list[_Place]()
             for rank, of_rank in enumerate(self._flats):
@@ -335,7 +335,7 @@ def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int) -> None:
         UsageError: a file is missing, cannot be read, or holds other tensors than this model's.
     """
     parameters = dict(model.named_parameters())
-    files = EngineFiles(checkpoint, ranks, {name: parameter.shape for name, parameter in parameters.items()})
+    files = DeepSpeedFiles(checkpoint, ranks, {name: parameter.shape for name, parameter in parameters.items()})
     with files.as_deepspeed_writes():
         for name, pieces in files.weights().items():
             copy_pieces(pieces, parameters[name].data.view(-1))

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from launch.config.engine_json import EngineJson
-from launch.config.engine_schema import KINDS, SCHEDULES, Rule, Rules, engine_schema
+from launch.config.deepspeed_json import DeepSpeedJson
+from launch.config.deepspeed_schema import KINDS, SCHEDULES, Rule, Rules, deepspeed_schema
 from launch.config.flags import MAX_LR
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import nearest_name
@@ -48,7 +48,7 @@ OLD_NAMES = {
 MANY = 16
 
 
-def check_engine_keys(engine: EngineJson, ours: Rules) -> None:
+def check_keys(ds_json: DeepSpeedJson, ours: Rules) -> None:
     """Note the faults of all keys and values.
 
     Deletes what is removed and switched off (`"enabled": false`), which DeepSpeed would refuse.
@@ -56,11 +56,11 @@ def check_engine_keys(engine: EngineJson, ours: Rules) -> None:
     Args:
         ours: the rules of the top-level sections of the project's own techniques.
     """
-    schema = engine_schema()
-    for key, value in list(engine.values.items()):
+    schema = deepspeed_schema()
+    for key, value in list(ds_json.values.items()):
         if key in schema.removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
-            del engine.values[key]
-    check_section(engine, (), schema.keys | ours)
+            del ds_json.values[key]
+    check_section(ds_json, (), schema.keys | ours)
 
 
 def section_rule(technique: type[Technique]) -> Rule:
@@ -75,42 +75,42 @@ def declared_rules(declared: Declaration) -> Rules:
     return {key: rule | {"auto": True} if key in declared.ignored else rule for key, rule in declared.keys.items()}
 
 
-def check_section(engine: EngineJson, path: KeyPath, rules: Rules) -> None:
+def check_section(ds_json: DeepSpeedJson, path: KeyPath, rules: Rules) -> None:
     """Note the faults of the section at `path`, all the way down. A whole number written as `5e8` becomes an integer."""
-    section = engine.get(*path) or {}
+    section = ds_json.get(*path) or {}
     for key, value in (written := dict(section)).items():
         here = (*path, key)
         if key not in rules:
-            engine.fault(here, *_unknown(here, value, written, rules))
+            ds_json.fault(here, *_unknown(here, value, written, rules))
         elif value == "auto":
             if rules[key].get("auto"):
                 continue
             if not rules[key].get("auto_is_default"):
-                engine.fault(here, '"auto" has no meaning here; write a value or leave the key out')
+                ds_json.fault(here, '"auto" has no meaning here; write a value or leave the key out')
                 continue
             default = rules[key].get("default")
-            engine.note(here, '"auto" is DeepSpeed\'s default' + ("" if default is None else f", {json.dumps(default)}"))
+            ds_json.note(here, '"auto" is DeepSpeed\'s default' + ("" if default is None else f", {json.dumps(default)}"))
             del section[key]
         elif (wrong := value_fault(value, rules[key])) is not None:
-            engine.fault(here, wrong)
+            ds_json.fault(here, wrong)
         elif isinstance(value, dict) and "keys" in rules[key]:
-            check_section(engine, here, rules[key]["keys"])
+            check_section(ds_json, here, rules[key]["keys"])
         elif isinstance(value, float) and value.is_integer() and _is_whole(rules[key]):
             section[key] = int(value)
 
 
-def fill_defaults(engine: EngineJson, path: KeyPath, owner: str, rules: Rules) -> None:
+def fill_defaults(ds_json: DeepSpeedJson, path: KeyPath, owner: str, rules: Rules) -> None:
     """Fill in the keys of the section at `path` that are left out: by their rule's `default`, or the value of the key in `same_as`."""
     for key, rule in rules.items():
         if "default" in rule:
-            engine.fill((*path, key), rule["default"], f"the default of {owner}")
+            ds_json.fill((*path, key), rule["default"], f"the default of {owner}")
         elif "same_as" in rule:
-            engine.fill((*path, key), engine.get(*path, rule["same_as"]), f"{rule['same_as']}, the default of {owner}")
+            ds_json.fill((*path, key), ds_json.get(*path, rule["same_as"]), f"{rule['same_as']}, the default of {owner}")
 
 
 def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -> tuple[str, str | None]:
     """What is wrong with an unknown key, and the key that was probably meant: preferably an unused one that takes such a value."""
-    key, name, schema = str(path[-1]), dotted(path), engine_schema()
+    key, name, schema = str(path[-1]), dotted(path), deepspeed_schema()
     if name in schema.removed:
         return f"is no longer in DeepSpeed {schema.version}; remove it. {INSTEAD.get(name) or schema.removed[name]}", None
     if name in OLD_NAMES:
@@ -137,7 +137,7 @@ def _homes() -> dict[str, str]:
             places.setdefault(key, set()).add(dotted((*path, key)))
             walk(rule.get("keys", {}), (*path, key))
 
-    walk(engine_schema().keys, ())
+    walk(deepspeed_schema().keys, ())
     for cls in technique_classes():
         if cls.declaration.section:
             walk(cls.declaration.keys, (cls.declaration.section,))
@@ -159,7 +159,7 @@ def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             elif isinstance(section.get(key), dict):
                 yield from walk(section[key], rule.get("keys", {}), (*path, key))
 
-    return walk(config, engine_schema().keys, ())
+    return walk(config, deepspeed_schema().keys, ())
 
 
 def value_fault(value: Any, rule: Rule) -> str | None:

@@ -1,6 +1,6 @@
 """The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables for the keys without a model.
 
-DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.engine_keys` checks a JSON by these
+DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.deepspeed_keys` checks a JSON by these
 rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `auto` (whether `"auto"` is allowed), `auto_is_default`
 (whether it is DeepSpeed's default), `items` (the types in a list) and `keys` (the rules inside an object). An empty rule allows everything
 but `"auto"`. DeepSpeed is imported on the first call.
@@ -24,7 +24,7 @@ Rules = dict[str, Rule]
 OtherNames = dict[str, tuple[str, Any]]
 
 
-class EngineSchema(NamedTuple):
+class DeepSpeedSchema(NamedTuple):
     """The rules of every top-level key, the removed keys with the reason, and the other names of keys.
 
     other_names: dotted key that DeepSpeed also reads -> the key of the rule, and the value that true stands for, if it is a switch.
@@ -174,7 +174,7 @@ TYPES: dict[Any, str] = {python: kind for kind, (python, _) in KINDS.items()}
 
 
 @cache
-def engine_schema() -> EngineSchema:
+def deepspeed_schema() -> DeepSpeedSchema:
     """The rules of the installed DeepSpeed."""
     quiet_deepspeed()
     # DeepSpeed takes a second to import: not for --help, and only when it has been silenced.
@@ -209,7 +209,7 @@ def engine_schema() -> EngineSchema:
     removed = config._REMOVED_TOP_LEVEL_CONFIG_KEYS | {
         f"zero_optimization.{key}": reason for key, reason in config._REMOVED_ZERO_CONFIG_KEYS.items()
     }
-    return EngineSchema(
+    return DeepSpeedSchema(
         deepspeed.__version__.split("+")[0],
         keys,
         {key: " ".join(reason.split()) for key, reason in removed.items()},
