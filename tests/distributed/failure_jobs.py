@@ -181,8 +181,8 @@ def writes_after(wait: Callable[[Snapshots], None], **constants: float) -> Itera
 
 def two_updates(snapshots: Snapshots) -> None:
     """Until the loop has made two more: what is written has changed in the engine."""
-    step, deadline = snapshots._engine.global_steps, time.monotonic() + 30.0
-    while snapshots._engine.global_steps < step + 2:
+    step, deadline = snapshots._ds_engine.global_steps, time.monotonic() + 30.0
+    while snapshots._ds_engine.global_steps < step + 2:
         assert time.monotonic() < deadline, "the loop stands still"
         time.sleep(0.002)
 
