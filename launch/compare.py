@@ -28,17 +28,7 @@ from pathlib import Path
 # As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.config.flags import (
-    Parser,
-    add_evaluation_flags,
-    add_length_flags,
-    add_model_flags,
-    add_set_flag,
-    add_value_flags,
-    as_words,
-    given,
-    whole_number,
-)
+from launch.config.flags import AUTO, EVALUATION, LENGTH, MODEL, TECHNIQUE, Parser, add_flags, as_words, flags_of, given, whole_number
 from launch.errors import TrainingFailed, UsageError, print_once, printable_line, run_command
 from launch.formats.files import check_writable, read_text
 from recipes.registry import ROOT, TESTBEDS, recipe_names
@@ -102,9 +92,8 @@ def build_parser() -> Parser:
     )
     training.add_argument("--save_every", type=whole_number(0), help="steps between checkpoints; 0: only when the run stops or ends (0)")
     training.add_argument("--keep_checkpoints", action="store_true", help="keep the last checkpoint of finished runs")
-    add_model_flags(parser)
-    add_value_flags(parser)
-    add_set_flag(add_evaluation_flags(add_length_flags(parser)), "the JSONs of recipe and control")
+    add_flags(parser, MODEL, LENGTH, AUTO, EVALUATION)
+    parser.add_argument("--set", **flags_of(TECHNIQUE)["set"])
     return parser
 
 

@@ -22,7 +22,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.explain import bytes_of, memory_of, memory_table
-from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, as_words, whole_number
+from launch.config.flags import DEFAULT_DATA, MODEL, Parser, add_flags, as_words, whole_number
 from launch.config.hardware import device_type
 from launch.config.run_config import ROOT, RunConfig, resolve
 from launch.errors import print_once, run_command
@@ -49,7 +49,7 @@ def build_parser() -> Parser:
         description="Print the memory of each rank by part and the bytes it sends, at every ZeRO stage. Does not train.",
         epilog="Example: python launch/plan.py --preset gpt3-13b --ranks 64 --device cuda --memory 80GB",
     )
-    add_model_flags(parser)
+    add_flags(parser, MODEL)
     parser.add_argument(
         "--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus that gives the vocabulary size; it may be missing ({DEFAULT_DATA})"
     )

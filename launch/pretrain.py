@@ -34,6 +34,7 @@ from launch.training.observers import Observer, Observers
 from launch.training.ranks.signals import StopRequest, exit_code
 from launch.training.run_folder.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume, open_run_folder
 from launch.training.run_folder.monitors import check_monitors
+from recipes.registry import make_techniques
 from recipes.technique import whole_step
 
 #: The largest corpus, in bytes, whose hashes rank 0 checks at the start while the others wait: about ten seconds.
@@ -108,7 +109,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     collectives = start_ranks()
     path = Path(config.runs_dir) / config.run_name
     check_shared(path, collectives)
-    techniques = config.built_techniques
+    techniques = make_techniques(config)
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
     checkpoints = Checkpoints(

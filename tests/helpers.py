@@ -95,7 +95,7 @@ def skip_unless_the_device_can(config: RunConfig) -> None:
         pytest.skip(config.lacks[0])
     for path, capability in config.cuda_only.items():
         if torch.cuda.get_device_capability() < capability:
-            pytest.skip(needs_cuda(f"'{path}'", capability))
+            pytest.skip(needs_cuda(path, capability))
 
 
 def refused_start(runs: Path, *flags: str | Path) -> str:

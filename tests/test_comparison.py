@@ -15,7 +15,6 @@ from launch.comparison.html_report import _by_seed as by_seed
 from launch.comparison.html_report import answers, figure_row, summary
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
-from launch.training.run_folder.run_json import INCIDENTAL
 from recipes.claims import Claim
 from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
 from tests.run_folders import description, line, write_run
@@ -198,7 +197,19 @@ def test_every_value_at_any_depth_is_found_to_differ(make):
         else:
             yield path, value
 
-    names = {*INCIDENTAL, "seed", "run_name", "runs_dir", "recipe", "config_file"}
+    of_start = {
+        "created",
+        "command",
+        "resume",
+        "quiet",
+        "hang_timeout",
+        "checkpoint_store",
+        "interleaved",
+        "finished",
+        "run_id",
+        "branch_from",
+    }
+    names = {*of_start, "seed", "run_name", "runs_dir", "recipe", "config_file"}
     compared = {key: value for key, value in run.description.items() if key not in names}
     every = [(path, value) for path, value in places(compared) if ".".join(map(str, path)) not in REPEATED]
     assert len(every) > 50

@@ -16,6 +16,7 @@ from model.gpt import GPT
 from model.presets import GPTConfig
 from recipes.one_bit import settle_variance
 from recipes.one_bit_adam.optimizer import CompressedAdam
+from recipes.registry import make_techniques
 from recipes.technique import StepWork
 from tests import helpers
 
@@ -166,7 +167,7 @@ class OneRank:
 def test_a_compressed_step_without_an_update_leaves_no_state_of_the_rank():
     """As an overflow in the step that would have frozen the variance: a resume from there is not told of a frozen variance."""
     config = resolve(["--recipe", "recipes/one_bit_adam", "--data", "no/corpus", "--explain", "--set", f"{PARAMS}.freeze_step=1"])[0]
-    (technique,) = config.built_techniques.members
+    (technique,) = make_techniques(config).members
     model = GPT(GPTConfig(n_layer=1, n_head=1, d_model=16, seq_len=12, vocab_size=200, init_seed=0))
     technique.prepare(model)
     adam = technique.optimizer([{"params": list(model.parameters())}])

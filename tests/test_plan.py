@@ -13,9 +13,10 @@ import pytest
 from launch.config.explain import explain
 from launch.config.memory import bytes_sent_per_step, memory_per_rank, parameter_sizes
 from launch.config.run_config import resolve
-from launch.config.steps import steps_of_run
 from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig
+from recipes.registry import make_techniques
+from recipes.technique import steps_of_run
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,7 @@ def test_explain_has_the_mean_of_the_bytes_of_steps_that_differ(corpus):
     flags = ["--recipe", "recipes/batch_size_warmup", "--global_batch_size", "32", "--micro_batch_size", "2", "--ranks", "2"]
     flags += ["--steps", "50", "--lr", "1e-3", "--data", str(corpus), "--set", "zero_optimization.stage=2"]
     config = resolve(flags)[0]
-    accumulations = [steps.work.accumulation for steps in steps_of_run(config, config.built_techniques) for _ in range(steps.repeats)]
+    accumulations = [steps.work.accumulation for steps in steps_of_run(config, make_techniques(config)) for _ in range(steps.repeats)]
     assert set(accumulations) == {2, 4, 6, 8}
     zero = config.ds_config["zero_optimization"]
     sent = [bytes_sent_per_step(config.model_config, config.precision, zero, 2, accumulation) for accumulation in accumulations]

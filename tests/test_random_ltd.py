@@ -240,7 +240,7 @@ def with_section(folder: Path, values: dict) -> list[str]:
 
 def test_the_documented_section_is_accepted_at_the_top_level(tmp_path):
     config, _ = resolve(with_section(tmp_path, {"random_ltd": DOCUMENTED}))
-    (member,) = config.built_techniques.members
+    (member,) = make_techniques(config).members
     assert isinstance(member, RandomLTD)
     assert member.layers == set(range(1, 23))
     assert member.schedule == DOCUMENTED["random_ltd_schedule"]

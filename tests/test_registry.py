@@ -214,7 +214,7 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
     config = resolve_with(tmp_path, corpus, section)
     assert config.techniques == {"curriculum_learning": section}
     assert "curriculum_learning" not in config.ds_config
-    assert [type(member).__name__ for member in config.built_techniques.members] == ["Nothing"]
+    assert [type(member).__name__ for member in registry.make_techniques(config).members] == ["Nothing"]
 
     off = resolve_with(tmp_path, corpus, {"enabled": False})
     assert (off.techniques, "curriculum_learning" in off.ds_config) == ({}, False)
@@ -230,7 +230,7 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
     assert config.origins["zero_allow_untested_optimizer"] == "OneBitNothing is an optimizer of a recipe"
     with pytest.raises(UsageError, match='write "zero_allow_untested_optimizer": true, or use stage 0'):
         resolve_with(tmp_path, corpus, {"enabled": False}, optimizer=optimizer, zero_allow_untested_optimizer=False)
-    assert len(config.built_techniques.members) == 1
+    assert len(registry.make_techniques(config).members) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,15 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from launch.comparison.runs import MIN_TIMED_STEPS, NOT_REMARKED, WARM_UP_STEPS, Run
+from launch.comparison.runs import MIN_TIMED_STEPS, WARM_UP_STEPS, Run
 from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
 from launch.comparison.verdicts import Interval, Verdict, judge, paired_interval
+from launch.config.flags import AUTO, RECORD, flags_of
 from launch.config.optimizer import without_defaults
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
-from launch.training.run_folder.run_json import INCIDENTAL, starts_of
+from launch.training.run_folder.run_json import is_compared, kind_of, starts_of
 from model.presets import FIELDS
 from recipes.claims import Claim
 from recipes.registry import Experiment, Recipe, Testbed, read_recipes
@@ -32,13 +33,8 @@ Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
 Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, the side's recipe, the testbed
 
-#: Keys of run.json that are not configuration: the seed, by which runs are paired, names and paths.
-NAMES = {*INCIDENTAL, "resumes", "seed", "run_name", "runs_dir", "recipe", "config_file"}
-#: Top-level keys that may differ between the runs of a side: preset, place of the corpus, code, machine, what is saved and logged.
-CIRCUMSTANCES = NOT_REMARKED - NAMES | {"versions"}
-#: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared. Only older runs have `min_lr`.
-REPEATED = {"zero_stage", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "lr", "min_lr", "warmup_steps"}
-REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
+#: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared.
+REPEATED = {*flags_of(AUTO), "zero_stage", "gradient_accumulation_steps", "scheduler.params.total_tokens", "corpus.path"}
 #: Settings that follow from others: the precision from the enabled section, accumulation from the micro-batch.
 DERIVED = {"precision", "engine.gradient_accumulation_steps"}
 LOSS = "final_val_loss"
@@ -264,7 +260,7 @@ def group(runs: Iterable[Run]) -> list[Group]:
     """The runs of each configuration. If a seed occurs twice, they are also grouped by commit and package versions."""
 
     def configuration(run: Run) -> Any:
-        own = {key: _hashable(value) for key, value in settings(run).items() if value is not None and _section(key) not in CIRCUMSTANCES}
+        own = {key: _hashable(value) for key, value in settings(run).items() if value is not None and not _is_circumstance(key)}
         return frozenset(own.items())
 
     def code(run: Run) -> str:
@@ -292,7 +288,7 @@ def _in_order(runs: Iterable[Run]) -> Group:
 
 def settings(run: Run) -> dict[str, Any]:
     """The configuration and the circumstances of a run as `run.json` records them, by dotted path."""
-    description = {key: value for key, value in without_defaults(run.description).items() if key not in NAMES}
+    description = {key: value for key, value in without_defaults(run.description).items() if is_compared(key)}
     # "nvme_path": "auto" is resolved to a folder that contains the run's name.
     scratch = str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH)
     leaves = {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}
@@ -330,7 +326,12 @@ def differences(control: Sequence[Run], other: Sequence[Run]) -> tuple[Differenc
         for key in before | after
         if _hashable(before.get(key)) != _hashable(after.get(key))
     ]
-    return tuple(sorted(found, key=lambda one: _section(one.key) in CIRCUMSTANCES))
+    return tuple(sorted(found, key=lambda one: _is_circumstance(one.key)))
+
+
+def _is_circumstance(key: str) -> bool:
+    """Whether the runs of a side may differ in a setting: names, places, code, machine, what is saved and logged."""
+    return kind_of(_section(key)) == RECORD or _section(key) == "versions"
 
 
 def _settings_of_side(runs: Sequence[Run]) -> dict[str, Any]:
@@ -535,7 +536,7 @@ def _is_expected(key: str, pair: Pair) -> bool:
     flags = {**(pair.testbed.tuned if pair.testbed else {}), **(pair.experiment.tuned if pair.experiment else {})}
     tuned = {str(flags["set"]).partition("=")[0].rpartition(".")[2] if flag == "set" else flag for flag in flags}
     is_tuned = key.rpartition(".")[2] in (tuned | {"min_lr"} if "lr" in tuned else tuned)
-    return is_tuned or _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{one}.") for one in named)
+    return is_tuned or _is_circumstance(key) or key in DERIVED or any(f"{in_json}.".startswith(f"{one}.") for one in named)
 
 
 def _comparable_measures(run: Run) -> dict[str, float]:

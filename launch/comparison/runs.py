@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from launch.config.flags import VALUES
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.formats.metrics import COLUMNS, by_step, is_finite_number, read_run_json, read_valid_lines
-from launch.training.run_folder.run_json import NO_EFFECT_ON_NUMBERS, starts_of
+from launch.training.run_folder.run_json import changes_numbers, starts_of
 
 Column = npt.NDArray[np.float64]
 
@@ -28,8 +29,6 @@ Column = npt.NDArray[np.float64]
 WARM_UP_STEPS = 10
 #: The fewest timed steps of a run whose times are compared. The mean of fewer follows a few slow moments of the machine.
 MIN_TIMED_STEPS = 20
-#: Keys whose change by a resume is not remarked.
-NOT_REMARKED = {*NO_EFFECT_ON_NUMBERS, "commit", "machine", "corpus", "histogram_every", "block_similarity"}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0
@@ -102,7 +101,7 @@ def read_run(folder: str | Path) -> Run:
     if not lines:
         remarks.append("metrics.jsonl contains no step")
     changed = [line for start in starts_of(description) for line in start.get("changes") or ()]
-    if settings := [line for line in changed if re.split("[.:]", line)[0] not in NOT_REMARKED]:
+    if settings := [line for line in changed if changes_numbers(re.split("[.:]", line)[0])]:
         remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")
     columns = _columns(lines)
     steps = [line["step"] for line in lines if line["step"] > 0]
@@ -248,14 +247,12 @@ def _spikes(described: dict[str, Any], columns: dict[str, Column]) -> dict[str, 
 
 #: Columns of a published run, at its evaluations, and the decimals that are kept.
 CURVE = {"step": 0, "tokens": 0, "seconds": 2, "val_loss": 5}
-#: Keys of `run.json` that are not published: places and names of this machine.
-NOT_PUBLISHED = {"command", "data", "quiet", "resume", "runs_dir"}
 
 
 def stored_run(run: Run) -> dict[str, Any]:
     """The entry of `run` in a `results.json`: the keys of its description that a comparison needs, its measures, and its evaluations."""
-    description = {key: value for key, value in run.description.items() if key not in NOT_PUBLISHED}
-    description["config_file"] = "/".join(Path(description["config_file"]).parts[-2:])
+    description = {key: value for key, value in run.description.items() if key != "command" and not (key in VALUES and VALUES[key].local)}
+    description["config_file"] = "/".join(Path(run.description["config_file"]).parts[-2:])
     description["corpus"] = {key: value for key, value in description["corpus"].items() if key != "path"}
     description["machine"] = {key: value for key, value in (description.get("machine") or {}).items() if key != "host"}
     description["resumes"] = [{key: one.get(key) for key in ("interleaved", "commit")} for one in description.get("resumes", [])]

@@ -27,9 +27,9 @@ from launch.errors import UsageError
 from launch.formats.json_lines import read_json
 from launch.formats.metrics import read_run_json
 from launch.training.run_folder.provenance import machine, versions
-from launch.training.run_folder.run_json import NO_EFFECT_ON_NUMBERS
+from launch.training.run_folder.run_json import changes_numbers
 from model.presets import FIELDS
-from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipes, technique_classes
+from recipes.registry import ROOT, Flags, Recipe, Testbed, make_techniques, read_recipes, technique_classes
 
 #: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
 FILLED = 0.75
@@ -39,8 +39,6 @@ CUDA_CONTEXT = 600 * 2**20
 PROCESS = 400 * 2**20
 #: Files and folders of the code that the numbers of every run depend on, beside recipes/*.py and, if it has a technique, recipes/*/*.py.
 CODE = ("launch/pretrain.py", "launch/config", "launch/formats", "launch/training", "model", "data_pipeline")
-#: Keys of a resolved run that are not hashed. The seed is in the name itself.
-NOT_HASHED = {*NO_EFFECT_ON_NUMBERS, "seed"}
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,9 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
 
 def _name(config: RunConfig, described: dict[str, Any]) -> str:
     """The name of the run that `described` has the values of. It is that of `config` only if the values are."""
-    numbers = {key: described.get(key) for key in config.as_json() if key not in NOT_HASHED}
+    numbers = {key: described.get(key) for key in config.as_json() if key != "seed" and changes_numbers(key)}
     numbers["corpus"] = described["corpus_fingerprint"]
-    numbers["code"] = _code(bool(config.built_techniques.members))
+    numbers["code"] = _code(bool(make_techniques(config).members))
     numbers["environment"] = _environment()
     # "nvme_path": "auto" is resolved to a folder whose path contains the run's name.
     scratch = json.dumps(str(Path(str(described.get("runs_dir"))) / str(described.get("run_name")) / SCRATCH))

@@ -204,7 +204,7 @@ def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, cl
     _refuse_other_places(ds_json, claimed.values())
     precision = _precision(ds_json)
     if ds_json.get("zero_optimization") is None:
-        ds_json.settle(("zero_optimization",), {}, "DeepSpeed's default")
+        ds_json.fill(("zero_optimization",), {}, "DeepSpeed's default")
     ds_json.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
     _refuse_other_loops(ds_json, ranks)
     _drop_without_effect(ds_json, claimed)
@@ -214,7 +214,7 @@ def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, cl
                 ds_json.fault(tuple(path.split(".")), why)
     for key, size in ZERO_AUTO.items():
         if ds_json.values["zero_optimization"].get(key) == "auto":
-            ds_json.settle(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
+            ds_json.fill(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
     _settle_second_partition(ds_json, ranks)
     _check_machine(ds_json, ranks)
 
@@ -226,7 +226,7 @@ def _settle_second_partition(ds_json: DeepSpeedJson, ranks: int) -> None:
         of_a_host = ranks_of_host() or GPUS_OF_A_HOST
         several = ds_json.get("zero_optimization", "stage") == 3 and ranks > of_a_host
         origin = f"auto: {of_a_host} ranks per host" if several else "auto: off below stage 3 and on one host"
-        ds_json.settle(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
+        ds_json.fill(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
 
 
 def _refuse_other_places(ds_json: DeepSpeedJson, techniques: Iterable[type[Technique]]) -> None:
@@ -254,14 +254,14 @@ def _refuse_other_loops(ds_json: DeepSpeedJson, ranks: int) -> None:
 def _precision(ds_json: DeepSpeedJson) -> str:
     """fp32, bf16 or fp16; `"auto"` is bf16 if the device has bf16 arithmetic and fp16 is not enabled."""
     if ds_json.values.get("fp16", {}).get("enabled") == "auto":
-        ds_json.settle(("fp16", "enabled"), False, "auto: fp16 is on only if it is true")
+        ds_json.fill(("fp16", "enabled"), False, "auto: fp16 is on only if it is true")
     if ds_json.values.get("bf16", {}).get("enabled") == "auto":
         if ds_json.get("fp16", "enabled"):
-            ds_json.settle(("bf16", "enabled"), False, "auto: fp16 is on")
+            ds_json.fill(("bf16", "enabled"), False, "auto: fp16 is on")
         else:
             found, why = bf16_arithmetic()
             ds_json.note(("bf16", "enabled"), f'"auto" is {json.dumps(found)}: {why}')
-            ds_json.settle(("bf16", "enabled"), found, f"auto: {why}")
+            ds_json.fill(("bf16", "enabled"), found, f"auto: {why}")
     return "fp16" if ds_json.get("fp16", "enabled") else "bf16" if ds_json.get("bf16", "enabled") else "fp32"
 
 

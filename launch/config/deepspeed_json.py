@@ -1,7 +1,7 @@
 """The DeepSpeed JSON while it is resolved: its values, where each came from, and the faults found so far.
 
 A faulty value is removed, so that later checks treat it as left out: all faults of a file are reported at once, and none twice. `choose`
-and `settle` fill in what the file leaves open, and record the origin of each value for `--explain`.
+and `fill` fill in what the file leaves open, and record the origin of each value for `--explain`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def leaves(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath
 
 
 class DeepSpeedJson:
-    """The JSON in `file`, changed by `overrides` (`--set key.path=value`).
+    """The JSON in `file`, changed by `flags.overrides` (`--set key.path=value`); other flags fill in what it leaves open.
 
     Attributes:
         values: the current content of the JSON.
@@ -43,8 +43,8 @@ class DeepSpeedJson:
         lacks: what the JSON needs and this machine does not have: a line each.
     """
 
-    def __init__(self, file: str, overrides: list[str]):
-        self.file = file
+    def __init__(self, file: str, flags: argparse.Namespace):
+        self.file, self._flags = file, flags
         self.values, self._lines = read_json(file)
         self.notes: list[str] = []
         self.lacks: list[str] = []
@@ -52,10 +52,10 @@ class DeepSpeedJson:
         self._faulty: list[KeyPath] = []
         self._reported: set[KeyPath] = set()
         self._overrides: list[KeyPath] = []
-        self._settled: dict[KeyPath, str] = {}
+        self._filled: dict[KeyPath, str] = {}
         self._written: dict[KeyPath, KeyPath] = {}  # documented name -> the other name that the user wrote
         self._take_other_names()
-        for override in overrides:
+        for override in flags.overrides:
             self._override(override)
             self._take_other_names()
 
@@ -120,15 +120,19 @@ class DeepSpeedJson:
         return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{name}'"
 
     def origin(self, path: KeyPath) -> str | None:
-        """Where the value at `path` came from: what `settle` noted, `--set`, or `line 12`; None if there is no value."""
+        """Where the value at `path` came from: what `fill` noted, `--set`, or `line 12`; None if there is no value."""
         for end in range(len(path), 0, -1):
-            if (settled := self._settled.get(path[:end])) is not None:
-                return settled
+            if (filled := self._filled.get(path[:end])) is not None:
+                return filled
             if self._is_overridden(path[:end]):
                 return "--set"
             if (line := self._lines.get(path[:end])) is not None:
                 return f"line {line}"
         return None
+
+    def origins(self) -> dict[str, str]:
+        """The origin of each value, by its dotted path; "default" for those that nobody wrote or filled in."""
+        return {dotted(path): self.origin(path) or "default" for path, _ in leaves(self.values)}
 
     def paths(self) -> list[KeyPath]:
         """The paths of all keys that the user wrote."""
@@ -137,18 +141,18 @@ class DeepSpeedJson:
     def _is_overridden(self, path: KeyPath) -> bool:
         return any(path[: len(override)] == override for override in self._overrides)
 
-    def settle(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Fill in what the file left open at `path`; sections on the way are made."""
+    def fill(self, path: KeyPath, value: Any, origin: str, replace: bool = False) -> None:
+        """Fill in what the file leaves out, or "auto", at `path`, unless a fault was noted there; sections on the way are made.
+
+        replace: also where the file has a value.
+        """
+        if not replace and (self.get(*path) is not None or self.is_faulty(*path)):
+            return
         section: dict[Any, Any] = self.values
         for part in path[:-1]:
             section = section.setdefault(part, {})
         section[path[-1]] = value
-        self._settled[path] = origin
-
-    def fill(self, path: KeyPath, value: Any, origin: str) -> None:
-        """`settle`, unless the file has a value at `path`, or a faulty one."""
-        if self.get(*path) is None and not self.is_faulty(*path):
-            self.settle(path, value, origin)
+        self._filled[path] = origin
 
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
@@ -198,25 +202,20 @@ class DeepSpeedJson:
         value = value_at(self.values, path)
         return None if value == "auto" else value
 
-    def value_or_flag(self, path: KeyPath, flag: str, flags: argparse.Namespace) -> Any:
-        """The value at `path`, else the flag's; None if neither is set. Notes a fault if they differ."""
-        value, given = self.get(*path), getattr(flags, flag)
+    def asked(self, path: KeyPath, flag: str) -> Any:
+        """What the user asks for: the value at `path`, else the flag's, else None. Notes a fault if they differ."""
+        value, given = self.get(*path), getattr(self._flags, flag)
         if value is not None and given is not None and value != given:
-            source, written = flags.origins[flag], "leave --set out" if self._is_overridden(path) else 'write "auto" in the JSON'
+            source, written = self._flags.origins[flag], "leave --set out" if self._is_overridden(path) else 'write "auto" in the JSON'
             if source == f"--{flag}":
                 self.fault(path, f"is {json.dumps(value)}, but --{flag} is {given}; {written} or leave the flag out")
             else:
                 self.fault(path, f"is {json.dumps(value)}, but {source} has --{flag} {given}; {written} or give --{flag} {value}")
         return given if value is None else value
 
-    def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str) -> Any:
-        """`value_or_flag`, else `fallback`. The value is written into the JSON where the file leaves it open.
-
-        origin: where the fallback comes from.
-        """
-        given = getattr(flags, flag)
-        value = self.value_or_flag(path, flag, flags)
-        if value is None:
-            value = fallback
-        self.fill(path, value, origin if given is None else flags.origins[flag])
+    def choose(self, path: KeyPath, flag: str, fallback: Any, origin: str) -> Any:
+        """What the user asks for, else `fallback`, which comes from `origin`. It is filled in at `path`."""
+        value = self.asked(path, flag)
+        value = fallback if value is None else value
+        self.fill(path, value, self._flags.origins.get(flag, origin))
         return value

@@ -18,15 +18,17 @@ from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.deepspeed_json import leaves, value_at
 from launch.config.deepspeed_keys import defaults_left_open
 from launch.config.deepspeed_schema import DTYPES
+from launch.config.flags import EVALUATION, LENGTH, MODEL, RUN, flags_of
 from launch.config.hardware import deepspeed_silenced, quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.steps import steps_of_run
 from launch.errors import printable_line
 from launch.formats.json_lines import dotted
 from model.accounting import flops_per_token, parameter_count
 from model.presets import FIELDS, SIZES, GPTConfig
+from recipes import registry
+from recipes.technique import steps_of_run
 
 #: The columns of the table over the run: percentages of its tokens.
 PERCENTS = (0, 25, 50, 75, 100)
@@ -68,12 +70,6 @@ NOT_PLANNED = (
 )
 #: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
-#: The run's own values, in the order of the flags' help. Values of the DeepSpeed JSON are shown with it.
-RUN_VALUES = (
-    *("preset", "architecture", *SIZES, *FIELDS, "no_cross_document", "data", "init_from", "branch_from", "steps", "seed", "run_name"),
-    *("runs_dir", "resume", "eval_every", "eval_batches", "whole_eval", "save_every", "keep", "checkpoint_store"),
-    *("histogram_every", "block_similarity", "spike_rule", "hang_timeout", "ranks"),
-)
 
 
 def explain(config: RunConfig) -> dict[str, Any]:
@@ -110,13 +106,13 @@ def explain(config: RunConfig) -> dict[str, Any]:
         },
         "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
         "bytes_sent_per_step": bytes_of(config, model),
-        "techniques": [type(member).__module__.split(".")[-2] for member in config.built_techniques.members],  # their folders
+        "techniques": [type(member).__module__.split(".")[-2] for member in registry.make_techniques(config).members],  # their folders
         "over_the_run": over_the_run,
         "notes": [
             *config.notes,
             *(f"'{path}' changes memory or bytes sent, which the plan ignores" for path in not_planned(config)),
         ],
-        "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
+        "needs": [needs_cuda(place, capability) for place, capability in config.cuda_only.items()],
         "lacks": list(config.lacks),
     }
 
@@ -130,7 +126,7 @@ def not_planned(config: RunConfig) -> Iterator[str]:
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """Bytes of a rank's memory by part, on "cuda" or "cpu"; without activation checkpointing, also its peak with it."""
-    techniques = config.built_techniques
+    techniques = registry.make_techniques(config)
     checkpoints = techniques.checkpointed_segments
     plan, checkpointed = (
         memory_per_rank(
@@ -162,22 +158,25 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """Bytes that a rank sends per step, mean over the run."""
-    zero, own_group = config.ds_config["zero_optimization"], config.built_techniques.own_group
+    techniques = registry.make_techniques(config)
+    zero, own_group = config.ds_config["zero_optimization"], techniques.own_group
     steps_with = Counter[int]()  # accumulation -> steps
-    for steps in steps_of_run(config, config.built_techniques, stride=config.total_tokens):
+    for steps in steps_of_run(config, techniques, stride=config.total_tokens):
         steps_with[steps.work.accumulation] += steps.repeats
     sent = sum(
         bytes_sent_per_step(model, config.precision, zero, config.ranks, one, own_group) * steps for one, steps in steps_with.items()
     )
     made = steps_with.total()
-    return config.built_techniques.bytes_sent(round(sent / made), made)
+    return techniques.bytes_sent(round(sent / made), made)
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    for name in RUN_VALUES:
-        value = getattr(config.shape if name in (*SIZES, *FIELDS) else config, name)
-        if value is not None or name not in ("init_from", "branch_from"):
-            yield name, _valued(value, config.origins[name])
+    """The values of the run with a flag, in the order of --help, except those that are shown with the JSON."""
+    for group in (MODEL, LENGTH, EVALUATION, RUN):
+        for name in flags_of(group):
+            value = getattr(config.shape if name in (*SIZES, *FIELDS) else config, name, None)
+            if value is not None:
+                yield name, _valued(value, config.origins[name])
 
 
 def _engine_values(config: RunConfig) -> list[tuple[str, Any]]:
@@ -199,7 +198,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
 
     The techniques plan every step by `on_step` and `metrics`, or one of several steps in a very long run.
     """
-    techniques = config.built_techniques
+    techniques = registry.make_techniques(config)
     marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
     rows: list[dict[str, Any]] = []
     flops: float = 0

@@ -1,6 +1,8 @@
-"""The flags of `launch/pretrain.py`. Each checks its own value.
+"""The values of a run, each declared once, and the flags of `launch/pretrain.py`, which give them.
 
-What a value means together with the DeepSpeed JSON and the preset is decided in `launch.config.run_config`.
+`RunValues` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a resume,
+between hosts, between two compared runs. To add one, declare it there and use it. What a value means together with the DeepSpeed JSON and
+the preset is decided in `launch.config.run_config`.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from launch.errors import UsageError, is_local_rank_0, nearest
 from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS
@@ -25,6 +28,8 @@ DEFAULT_DATA = "data/stdlib"
 MAX_LR = 100.0
 #: Positions in the data are int64.
 MAX_TOKENS = 10**18
+#: The default of --save_every is at most this.
+MOST_STEPS_UNSAVED = 1_000
 #: `--resume=must` refuses to start without a checkpoint; plain `--resume` then starts at step 0.
 MUST = "must"
 #: The values of a flag for a field that is true or false. They stay strings, so that other commands can pass them on.
@@ -97,42 +102,123 @@ def _not_here(text: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"takes no value, and has {text!r}; give a file with --deepspeed_config")
 
 
-def build_parser() -> Parser:
-    """The flags of `launch/pretrain.py`."""
-    positive, natural = whole_number(1), whole_number(0)
-    parser = Parser(
-        prog="deepspeed launch/pretrain.py",
-        description="Train a GPT with the DeepSpeed engine. The JSON sets the technique; the preset and the flags set size and length.",
-        epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
+# --- the registry ---------------------------------------------------------------------------------------------------------------------
+
+#: What a change of a value means. FIXED: it decides what the next step computes, so a resume must not change it. TRAINING: it changes the
+#: numbers of later steps; a resume may change it, and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it.
+#: RECORD: it changes no number; a resume lists the change. START: it belongs to one start of the run.
+FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "record", "start"
+#: The groups of flags, with their titles in --help.
+TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"
+AUTO, EVALUATION, RUN = 'values that the JSON leaves "auto"', "evaluation", "run"
+#: The groups whose flags a recipe may suggest, except `data`: the model and its training, not the run or the machine.
+OF_RECIPES = (MODEL, LENGTH, AUTO, EVALUATION)
+
+
+class Value(NamedTuple):
+    """The declaration of a value of the run.
+
+    Attributes:
+        kind: what a change of it means: `FIXED`, `TRAINING`, `INITIAL`, `RECORD` or `START`.
+        group: the group of its flag; empty: it has none.
+        flag: the arguments of `add_argument`.
+        origin: where it comes from without a flag, for `--explain`; the flags fill in `{preset}`.
+        compared: whether two runs that differ in it are told apart by it; a name and the seed are not.
+        local: it is of one host, such as a path: hosts may differ in it, and it is not published.
+        same_steps: those of its values that make the same steps; a branch of a run may have another one of them only.
+    """
+
+    kind: str
+    group: str
+    flag: dict[str, Any]
+    origin: str
+    compared: bool
+    local: bool
+    same_steps: tuple[str, ...]
+
+
+def value(
+    group: str = "",
+    kind: str = TRAINING,
+    origin: str = "default",
+    compared: bool = True,
+    local: bool = False,
+    same_steps: tuple[str, ...] = (),
+    **flag: Any,
+) -> Any:
+    """Declare a field of `RunValues`; see `Value`."""
+    return field(metadata={"value": Value(kind, group, flag, origin, compared, local, same_steps)})
+
+
+_positive, _natural = whole_number(1), whole_number(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunValues:
+    """The values of a run that `run.json` records beside the DeepSpeed JSON; `RunConfig` has them resolved."""
+
+    config_file: str = value(kind=RECORD, compared=False, local=True)
+    recipe: str | None = value(kind=RECORD, compared=False)
+    preset: str = value(
+        MODEL, RECORD, default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)"
     )
-    what = parser.add_argument_group("technique (give --deepspeed_config or --recipe)")
-    what.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, for example one of ds_configs/")
-    # The switch of `deepspeed.add_config_arguments`, without effect. The Trainer of transformers takes the file here.
-    what.add_argument("--deepspeed", nargs="?", type=_not_here, help=argparse.SUPPRESS)
-    what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags; see recipes/README.md")
-    add_set_flag(what)
-
-    add_model_flags(parser)
-    data = add_length_flags(parser)
-    data.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=1, help="random seed of the weights and of the data order (1)")
-    add_value_flags(parser)
-
-    run = parser.add_argument_group("run")
-    run.add_argument("--run_name", metavar="NAME", help="folder of the run in --runs_dir (the JSON's or the recipe's name)")
-    run.add_argument("--runs_dir", default="runs", metavar="DIR", help="where run folders are made (runs)")
-    run.add_argument(
-        "--init_from",
+    architecture: str = value(
+        MODEL, FIXED, default="gpt2", choices=ARCHITECTURES, help="sets the fields below; a flag overrides one field (gpt2)"
+    )
+    no_cross_document: bool = value(
+        MODEL,
+        FIXED,
+        action="store_true",
+        help="restrict attention to one document and start positions at 0 in each; default: attention crosses document boundaries",
+    )
+    data: str = value(
+        LENGTH, RECORD, local=True, default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})"
+    )
+    steps: int = value(LENGTH, type=_positive, help="optimizer steps (preset)")
+    micro_batch_size: int = value(AUTO, type=_positive, help="sequences per rank and forward pass (preset)")
+    global_batch_size: int = value(AUTO, FIXED, type=_positive, help="sequences per optimizer step, over all ranks (preset)")
+    lr: float = value(AUTO, type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
+    warmup_steps: int = value(AUTO, type=_natural, help="steps of linear warm-up (preset; at most 40%% of the run)")
+    eval_every: int = value(
+        EVALUATION,
+        origin="a tenth of the run",
+        type=_natural,
+        help="steps between evaluations on validation text; 0 is off (a tenth of the run)",
+    )
+    eval_batches: int = value(EVALUATION, type=_positive, default=16, help="global batches of validation text per evaluation (16)")
+    whole_eval: bool = value(
+        EVALUATION, action="store_true", help="after the last step, also evaluate the whole validation split: whole_val_loss"
+    )
+    run_name: str = value(
+        RUN,
+        RECORD,
+        origin="the JSON's or the recipe's name",
+        compared=False,
+        metavar="NAME",
+        help="folder of the run in --runs_dir (the JSON's or the recipe's name)",
+    )
+    runs_dir: str = value(RUN, RECORD, compared=False, local=True, default="runs", metavar="DIR", help="where run folders are made (runs)")
+    seed: int = value(
+        RUN, FIXED, compared=False, type=whole_number(0, 2**63 - 1), default=1, help="random seed of the weights and of the data order (1)"
+    )
+    init_from: str | None = value(
+        RUN,
+        INITIAL,
+        local=True,
         metavar="DIR",
         help="start from a Hugging Face folder of the same architecture and sizes: an exported run, or a published GPT-2, Llama or Qwen3",
     )
-    run.add_argument(
-        "--branch_from",
+    branch_from: str | None = value(
+        RUN,
+        START,
+        local=True,
         metavar="CHECKPOINT",
         help="start from a checkpoint of another run, before the decay of its learning rate: weights, optimizer state and position in the "
         "data; for example runs/long/checkpoints/step-00000300",
     )
-    run.add_argument(
-        "--resume",
+    resume: bool | str = value(
+        RUN,
+        START,
         nargs="?",
         const=True,
         default=False,
@@ -140,139 +226,138 @@ def build_parser() -> Parser:
         metavar=MUST,
         help="continue from the run's newest complete checkpoint, or from step 0 if it has none; --resume=must refuses to start at step 0",
     )
-    add_evaluation_flags(run)
-    run.add_argument(
-        "--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run, at most 1,000)"
+    save_every: int = value(
+        RUN,
+        RECORD,
+        origin=f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps",
+        type=_natural,
+        help="steps between checkpoints; 0 saves at the end only (a quarter of the run, at most 1,000)",
     )
-    run.add_argument("--keep", type=positive, default=3, help="newest checkpoints to keep, in addition to the best by validation loss (3)")
-    run.add_argument(
-        "--checkpoint_store",
+    keep: int = value(
+        RUN, RECORD, type=_positive, default=3, help="newest checkpoints to keep, in addition to the best by validation loss (3)"
+    )
+    checkpoint_store: str | None = value(
+        RUN,
+        START,
         metavar="URL",
         help="also upload each complete checkpoint to this object store while training continues; --resume reads from it too: "
         "s3://bucket/folder (pip install -e .[s3]) or file:///folder; other schemes of fsspec are not tested",
     )
-    run.add_argument(
-        "--histogram_every",
-        type=natural,
+    histogram_every: int = value(
+        RUN,
+        RECORD,
+        type=_natural,
         default=0,
         help="steps between histograms of gradient exponents per layer, with the share that fp16 would flush to zero; 0 is off (0)",
     )
-    run.add_argument(
-        "--block_similarity",
+    block_similarity: bool = value(
+        RUN,
+        RECORD,
         action="store_true",
         help="at every evaluation, write how much each block changes its input, in norm and direction, to blocks.jsonl and blocks.png",
     )
-    run.add_argument(
-        "--hang_timeout",
-        type=natural,
+    hang_timeout: int = value(
+        RUN,
+        START,
+        type=_natural,
         default=300,
         metavar="SECONDS",
         help="end the run and name the rank if a rank makes no progress for this time; set it above the longest forward pass, backward "
         "pass or update; 0 is off (300)",
     )
-    run.add_argument(
-        "--spike_rule",
+    spike_rule: str = value(
+        RUN,
+        same_steps=("off", "log"),
         choices=("off", "log", "skip", "rewind"),
         default="off",
         help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "
         "its update, or rewind to the newest checkpoint and skip the data up to and including this step (off)",
     )
-    run.add_argument("--ranks", type=positive, help="refuse another number of ranks; the number to assume for --explain without a launcher")
-    run.add_argument(
-        "--explain",
-        nargs="?",
-        const="text",
-        choices=("text", "json"),
-        help="print the resolved run and stop: text, or json; needs no launcher, no corpus and no GPU",
+    ranks: int = value(RUN, type=_positive, help="refuse another number of ranks; the number to assume for --explain without a launcher")
+    quiet: bool = value(RUN, START, local=True, action="store_true", help="no progress bar; print only warnings and the final result")
+
+
+#: The values of `RunValues` by name.
+VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(RunValues)}
+_size = whole_number(1, 100_000)
+#: The other flags: the fields of the model, and what becomes part of another value.
+OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    TECHNIQUE: {
+        "deepspeed_config": {"metavar": "FILE", "help": "DeepSpeed JSON, for example one of ds_configs/"},
+        # The switch of `deepspeed.add_config_arguments`, without effect. The Trainer of transformers takes the file here.
+        "deepspeed": {"nargs": "?", "type": _not_here, "help": argparse.SUPPRESS},
+        "recipe": {"metavar": "DIR", "help": "a recipe folder: its JSON and its suggested flags; see recipes/README.md"},
+        "set": {
+            "metavar": "KEY=VALUE",
+            "action": "append",
+            "default": [],
+            "dest": "overrides",
+            "help": "change one value of the JSON, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
+        },
+    },
+    MODEL: {
+        "n_layer": {"type": _size, "help": "number of blocks (preset)"},
+        "n_head": {"type": _size, "help": "number of attention heads (preset)"},
+        "d_model": {"type": _size, "help": "width, a multiple of n_head (preset)"},
+        "seq_len": {"type": whole_number(1), "help": "context length in tokens (preset)"},
+        "dropout": {"type": real_number(0, 1, below=True), "help": "dropout probability (preset: 0)"},
+        "n_kv_head": {"type": _size, "help": "heads of keys and values, a divisor of n_head (gpt2: n_head; else about n_head / 4)"},
+        "d_head": {"type": _size, "help": "width of a head (d_model / n_head)"},
+        "d_ff": {"type": _size, "help": "width of the MLP's hidden layer (gelu: 4 d_model; swiglu: 8/3 d_model, in multiples of 128)"},
+        "positions": {"choices": CHOICES["positions"], "help": "learned position embeddings or rotary positions (architecture)"},
+        "norm": {"choices": CHOICES["norm"], "help": "normalization layer (architecture)"},
+        "mlp": {"choices": CHOICES["mlp"], "help": "activation of the MLP (architecture)"},
+        "qk_norm": {"choices": TRUTH, "help": "an RMSNorm over each head's queries and keys (architecture)"},
+        "bias": {"choices": TRUTH, "help": "biases in linear layers and layernorms (architecture)"},
+        "tied_head": {"choices": TRUTH, "help": "share the weight of the output layer and the token embedding (architecture)"},
+        "rope_theta": {"type": real_number(0, above=True), "help": "base of the rotary frequencies (architecture)"},
+        "norm_eps": {"type": real_number(0, 1, above=True), "help": "added under the square root of norms (architecture)"},
+    },
+    LENGTH: {
+        "tokens": {"type": whole_number(1, MAX_TOKENS), "help": "tokens to train on, instead of --steps; rounded up to whole steps"},
+    },
+    AUTO: {
+        "min_lr": {"type": real_number(0, MAX_LR), "help": "learning rate at the end (cosine: a tenth of the peak; else 0)"},
+    },
+    RUN: {
+        "explain": {
+            "nargs": "?",
+            "const": "text",
+            "choices": ("text", "json"),
+            "help": "print the resolved run and stop: text, or json; needs no launcher, no corpus and no GPU",
+        },
+        "local_rank": {"type": int, "default": 0, "help": argparse.SUPPRESS},  # the launcher appends it
+    },
+}
+
+
+def flags_of(group: str) -> dict[str, dict[str, Any]]:
+    """The flags of a group by name, with the arguments of `add_argument`."""
+    return {name: one.flag for name, one in VALUES.items() if one.group == group} | OTHER_FLAGS.get(group, {})
+
+
+def add_flags(parser: Parser, *groups: str) -> None:
+    """Add the flags of `groups` to a command."""
+    for group in groups:
+        added = parser.add_argument_group(group)
+        for name, arguments in flags_of(group).items():
+            added.add_argument(f"--{name}", **arguments)
+
+
+def build_parser() -> Parser:
+    """The flags of `launch/pretrain.py`."""
+    parser = Parser(
+        prog="deepspeed launch/pretrain.py",
+        description="Train a GPT with the DeepSpeed engine. The JSON sets the technique; the preset and the flags set size and length.",
+        epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
     )
-    run.add_argument("--quiet", action="store_true", help="no progress bar; print only warnings and the final result")
-    run.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher appends it
+    add_flags(parser, TECHNIQUE, *OF_RECIPES, RUN)
     return parser
-
-
-def add_model_flags(parser: Parser) -> None:
-    """The flags that choose the model: a preset, an architecture, and single fields, which override both."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--preset", default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)")
-    size = whole_number(1, 100_000)
-    model.add_argument(
-        "--architecture",
-        default="gpt2",
-        choices=ARCHITECTURES,
-        help="sets the fields below; a flag overrides one field (gpt2)",
-    )
-    model.add_argument("--n_layer", type=size, help="number of blocks (preset)")
-    model.add_argument("--n_head", type=size, help="number of attention heads (preset)")
-    model.add_argument("--d_model", type=size, help="width, a multiple of n_head (preset)")
-    model.add_argument("--seq_len", type=whole_number(1), help="context length in tokens (preset)")
-    model.add_argument("--dropout", type=real_number(0, 1, below=True), help="dropout probability (preset: 0)")
-    model.add_argument("--n_kv_head", type=size, help="heads of keys and values, a divisor of n_head (gpt2: n_head; else about n_head / 4)")
-    model.add_argument("--d_head", type=size, help="width of a head (d_model / n_head)")
-    model.add_argument(
-        "--d_ff", type=size, help="width of the MLP's hidden layer (gelu: 4 d_model; swiglu: 8/3 d_model, in multiples of 128)"
-    )
-    model.add_argument("--positions", choices=CHOICES["positions"], help="learned position embeddings or rotary positions (architecture)")
-    model.add_argument("--norm", choices=CHOICES["norm"], help="normalization layer (architecture)")
-    model.add_argument("--mlp", choices=CHOICES["mlp"], help="activation of the MLP (architecture)")
-    model.add_argument("--qk_norm", choices=TRUTH, help="an RMSNorm over each head's queries and keys (architecture)")
-    model.add_argument("--bias", choices=TRUTH, help="biases in linear layers and layernorms (architecture)")
-    model.add_argument("--tied_head", choices=TRUTH, help="share the weight of the output layer and the token embedding (architecture)")
-    model.add_argument("--rope_theta", type=real_number(0, above=True), help="base of the rotary frequencies (architecture)")
-    model.add_argument("--norm_eps", type=real_number(0, 1, above=True), help="added under the square root of norms (architecture)")
-    model.add_argument(
-        "--no_cross_document",
-        action="store_true",
-        help="restrict attention to one document and start positions at 0 in each; default: attention crosses document boundaries",
-    )
 
 
 def given_fields(flags: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The fields of the model among `names` that flags give, with their values."""
     return {name: TRUTH.get(value, value) for name in names if (value := getattr(flags, name)) is not None}
-
-
-def add_set_flag(group: argparse._ArgumentGroup, whose: str = "the JSON") -> None:
-    """The flag that changes a value of the JSON."""
-    group.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help=f"change one value of {whose}, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
-    )
-
-
-def add_length_flags(parser: Parser) -> argparse._ArgumentGroup:
-    """The flags for the corpus and the length of the run."""
-    data = parser.add_argument_group("data and length")
-    data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
-    data.add_argument("--steps", type=whole_number(1), help="optimizer steps (preset)")
-    data.add_argument(
-        "--tokens", type=whole_number(1, MAX_TOKENS), help="tokens to train on, instead of --steps; rounded up to whole steps"
-    )
-    return data
-
-
-def add_value_flags(parser: Parser) -> None:
-    """The flags that fill in what the JSON leaves open."""
-    values = parser.add_argument_group('values that the JSON leaves "auto"')
-    values.add_argument("--micro_batch_size", type=whole_number(1), help="sequences per rank and forward pass (preset)")
-    values.add_argument("--global_batch_size", type=whole_number(1), help="sequences per optimizer step, over all ranks (preset)")
-    values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
-    values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (cosine: a tenth of the peak; else 0)")
-    values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most 40%% of the run)")
-
-
-def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
-    """The flags that say when a run is evaluated, and on how much text."""
-    natural, positive = whole_number(0), whole_number(1)
-    group.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
-    group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text per evaluation (16)")
-    group.add_argument(
-        "--whole_eval", action="store_true", help="after the last step, also evaluate the whole validation split: whole_val_loss"
-    )
-    return group
 
 
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
@@ -315,23 +400,15 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
 
 def open_recipe(folder: str | Path) -> Recipe:
     """`read_recipe`. Raises UsageError if the recipe sets flags of a run or of a machine, such as --resume or --runs_dir."""
-    recipe, parser = read_recipe(folder), Parser("", "", "")
-    add_model_flags(parser)
-    add_value_flags(parser)
-    data = add_length_flags(parser)
-    add_evaluation_flags(data)
-    add_set_flag(data)
-    of_runs = _names(build_parser()) - _names(parser) | {"data"}
+    recipe = read_recipe(folder)
+    allowed = {"set", *(name for group in OF_RECIPES for name in flags_of(group))} - {"data"}
+    known = {name for group in (TECHNIQUE, *OF_RECIPES, RUN) for name in flags_of(group)}
     found = {word.partition("=")[0][2:]: "flags" for word in recipe.flags}
-    found |= {flag: f"experiments.{name}.sweep" for name, plan in recipe.experiments.items() for flag in plan.sweep}
-    for name in sorted(found.keys() & of_runs):
+    found |= {flag: f"experiments.{name}.sweep" for name, experiment in recipe.experiments.items() for flag in experiment.sweep}
+    for name in sorted(found.keys() & known - allowed):
         why = "is not for a recipe, which sets the model and its training only; leave it out there"
         raise UsageError(f"{Path(folder) / 'recipe.json'}: '{found[name]}': --{name} {why}")
     return recipe
-
-
-def _names(parser: Parser) -> set[str]:
-    return {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
 
 
 def suggested_flags(recipe: Recipe, arguments: Sequence[str]) -> list[str]:

@@ -11,9 +11,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +19,19 @@ from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
-from launch.config.deepspeed_json import DeepSpeedJson, leaves, value_at
+from launch.config.deepspeed_json import DeepSpeedJson, value_at
 from launch.config.deepspeed_keys import check_keys, fill_defaults, section_rule
-from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
+from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RunValues, given_fields, parse_flags
 from launch.config.memory import BUFFER_SIZE, MAX_IN_CPU
-from launch.config.optimizer import fill_optimizer, resolve_optimizer
-from launch.config.schedule import check_schedule, resolve_schedule
-from launch.config.steps import steps_of_run
+from launch.config.optimizer import check_schedule, fill_optimizer, resolve_optimizer, resolve_schedule
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
-from launch.formats.json_lines import KeyPath, dotted
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import RunSettings, Techniques, divisors, largest_divisor
+from recipes.technique import RunSettings, Techniques, divisors, largest_divisor, steps_of_run
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -45,17 +40,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 #: The sections of `zero_optimization` that keep states off the device.
 OFFLOADS = tuple(OFFLOAD_STAGES)
-#: Flags that a run takes as they are.
-AS_GIVEN = (
-    *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "branch_from"),
-    *("eval_batches", "whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout"),
-    "quiet",
-)
 #: The folder for `"nvme_path": "auto"`, in the run's folder.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
-#: The default of --save_every is at most this.
-MOST_STEPS_UNSAVED = 1_000
 #: A run of more epochs, also of one source of a mixture, gets a note.
 MANY_EPOCHS = 10
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -67,41 +54,27 @@ GPT2_VOCAB_SIZE = 50_257
 Origins = dict[str, str]
 
 
-@dataclass(frozen=True)
-class RunConfig(RunSettings):
-    """A resolved run. Batch sizes count sequences, lengths and budgets count tokens."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunValues, RunSettings):
+    """A resolved run, as data. Batch sizes count sequences, lengths and budgets count tokens.
 
-    run_name: str
-    runs_dir: str
-    resume: bool | str  # or `MUST`
-    data: str
-    preset: str
-    architecture: str
-    no_cross_document: bool
-    init_from: str | None
-    branch_from: str | None  # a checkpoint of another run
-    recipe: str | None
-    config_file: str
-    lr: float
-    eval_every: int
-    eval_batches: int
-    whole_eval: bool
-    save_every: int
-    keep: int
-    checkpoint_store: str | None  # a URL
-    histogram_every: int
-    block_similarity: bool
-    spike_rule: str  # "off", "log", "skip" or "rewind"
-    hang_timeout: int
-    quiet: bool
-    found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
-    built_techniques: Techniques = field(default_factory=Techniques, repr=False, compare=False)  # of the sections, once for the run
-    start: HFFolder | None = field(default=None, repr=False, compare=False)  # initial weights; None also if a checkpoint is loaded
-    notes: tuple[str, ...] = ()  # for the log and --explain
-    lacks: tuple[str, ...] = ()  # what the run needs and this machine does not have
+    Attributes:
+        found_corpus: None where a run is explained without it.
+        start: the folder of the initial weights; None also if a checkpoint is loaded.
+        steps_to_make: optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch.
+        cuda_only: the place of each key that is switched on and needs CUDA -> the least compute capability.
+        notes: for the log and `--explain`.
+        lacks: what the run needs and this machine does not have.
+        origins: where each value came from.
+    """
+
+    found_corpus: Corpus | None = field(repr=False, compare=False)
+    start: HFFolder | None = field(default=None, repr=False, compare=False)
+    steps_to_make: int = 0
+    cuda_only: dict[str, tuple[int, int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     origins: Origins = field(default_factory=dict, repr=False, compare=False)
-    #: The place of a key for a message: the file with the line, or `--set`.
-    where: Callable[[KeyPath], str] = field(default=dotted, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -126,13 +99,6 @@ class RunConfig(RunSettings):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.shape.seq_len
-
-    @cached_property
-    def steps_to_make(self) -> int:
-        """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
-        changing = Techniques(member for member in self.built_techniques.members if member.declaration.changes_tokens)
-        *_, last = steps_of_run(self, changing, stride=self.total_tokens)
-        return last.number + last.repeats - 1
 
     @property
     def token_schedule(self) -> TokenSchedule | None:
@@ -162,11 +128,6 @@ class RunConfig(RunSettings):
         folders = {key: Path(self.ds_config["zero_optimization"][key]["nvme_path"]) for key in OFFLOADS if self.offload(key) == "nvme"}
         return {key: folder if folder.absolute() == run / SCRATCH else folder / own for key, folder in folders.items()}
 
-    @property
-    def cuda_only(self) -> dict[str, tuple[int, int]]:
-        """Dotted keys that are switched on and need CUDA -> the least compute capability."""
-        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.ds_config, path.split("."))} | self.built_techniques.needs_cuda
-
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
         from data_pipeline.loader import Loader  # imports torch, which --help does without
@@ -185,13 +146,15 @@ class RunConfig(RunSettings):
 
     def as_json(self) -> dict[str, Any]:
         """The configuration as `run.json` records it."""
-        left_out = ("ds_config", "architecture", "built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
+        names = [
+            one.name for cls in (RunValues, RunSettings) for one in fields(cls) if one.name not in ("architecture", "shape", "ds_config")
+        ]
+        own = {name: getattr(self, name) for name in names}
         return {**own, "engine": self.ds_config, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
 def needs_cuda(place: str, capability: tuple[int, int]) -> str:
-    """The message that a key of `RunConfig.cuda_only` needs CUDA; `place` names the key."""
+    """The message that the key at `place` needs CUDA."""
     return f"{place} needs CUDA" + (f" and compute capability {capability[0]}.{capability[1]} or higher" if any(capability) else "")
 
 
@@ -218,11 +181,11 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     preset, shape = _model(flags)
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
     run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
-    ds_json = DeepSpeedJson(file, flags.overrides)
+    ds_json = DeepSpeedJson(file, flags)
     claimed = {cls.declaration.section: cls for cls in registry.technique_classes() if cls.declaration.section}
     for section, cls in claimed.items():
         if ds_json.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
-            ds_json.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
+            ds_json.fill((section,), dict.fromkeys(keys, "auto"), '"auto"')
     check_keys(ds_json, {name: section_rule(cls) for name, cls in claimed.items()})
     for section, cls in claimed.items():
         if section in ds_json.values and cls.declaration.is_on(ds_json.values[section]):
@@ -230,7 +193,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     for key in OFFLOADS:
         if (ds_json.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
-            ds_json.settle(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
+            ds_json.fill(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
     check_combinations(ds_json, ranks, shape, claimed)
     optimizer, lr = resolve_optimizer(ds_json, flags, preset)
     global_batch, micro_batch, accumulation = _batch(ds_json, flags, preset, ranks)
@@ -259,51 +222,62 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         ds_json.notes += _often_repeated(corpus, flags.data, total_tokens)
     start = _start(flags, run_name, shape, corpus, ds_json.notes)
     own = {key: ds_json.values[key] for key in claimed if key in ds_json.values}
+    given = {name: getattr(flags, name) for name in VALUES if hasattr(flags, name)}
+    settled = {
+        "run_name": run_name,
+        "recipe": recipe.name if recipe else None,
+        "config_file": file,
+        "steps": steps,
+        "ranks": ranks,
+        "micro_batch_size": micro_batch,
+        "global_batch_size": global_batch,
+        "lr": schedule.lr,
+        "warmup_steps": schedule.warmup_steps,
+        "eval_every": flags.eval_every if flags.eval_every is not None else -(-steps // 10),
+        "save_every": flags.save_every if flags.save_every is not None else min(-(-steps // 4), MOST_STEPS_UNSAVED),
+    }
     config = RunConfig(
-        **{name: getattr(flags, name) for name in AS_GIVEN},
-        run_name=run_name,
+        **{**given, **settled},
         shape=shape,
-        recipe=recipe.name if recipe else None,
-        config_file=file,
+        gradient_accumulation_steps=accumulation,
+        total_tokens=total_tokens,
         ds_config={key: value for key, value in ds_json.values.items() if key not in own and key not in ("optimizer", "scheduler")},
         optimizer=optimizer,
         scheduler=schedule.scheduler,
         techniques={key: value for key, value in own.items() if claimed[key].declaration.is_on(value)},
-        ranks=ranks,
-        micro_batch_size=micro_batch,
-        gradient_accumulation_steps=accumulation,
-        global_batch_size=global_batch,
-        steps=steps,
-        total_tokens=total_tokens,
-        lr=schedule.lr,
-        warmup_steps=schedule.warmup_steps,
-        eval_every=flags.eval_every if flags.eval_every is not None else -(-steps // 10),
-        save_every=flags.save_every if flags.save_every is not None else min(-(-steps // 4), MOST_STEPS_UNSAVED),
         found_corpus=corpus,
         start=start,
-        where=ds_json.where,
     )
-    config = _with_techniques(ds_json, config)
+    config = _check_techniques(ds_json, config)
     _check_weights_on_drive(ds_json, config)
     origins = _origins(ds_json, flags) | {"steps": length_from}
     return replace(config, notes=tuple(ds_json.notes), lacks=tuple(ds_json.lacks), origins=origins), flags
 
 
-def _with_techniques(ds_json: DeepSpeedJson, config: RunConfig) -> RunConfig:
-    """`config` with its techniques. Their notes, missing packages and resolved parameters are added to `ds_json`.
+def _check_techniques(ds_json: DeepSpeedJson, config: RunConfig) -> RunConfig:
+    """`config` with what follows from its techniques. Their notes, missing packages and resolved parameters are added to `ds_json`.
 
     Raises:
         UsageError: a technique refuses the run, or the run ends before a schedule does whose length the user wrote.
     """
     try:
-        config = replace(config, built_techniques=registry.make_techniques(config))  # each checks its own section when it is built
+        techniques = registry.make_techniques(config)  # each checks its own section when it is built
     except ValueError as reasons:
         raise UsageError(*(_placed(ds_json, str(reason)) for reason in reasons.args)) from None
-    ds_json.notes += config.built_techniques.notes
-    for member in config.built_techniques.members:
+    cuda_only = {path: (0, 0) for path in CUDA_ONLY if value_at(config.ds_config, path.split("."))} | techniques.needs_cuda
+    *_, end = steps_of_run(
+        config, Techniques(one for one in techniques.members if one.declaration.changes_tokens), stride=config.total_tokens
+    )
+    config = replace(
+        config,
+        steps_to_make=end.number + end.repeats - 1,
+        cuda_only={ds_json.where(tuple(path.split("."))): capability for path, capability in cuda_only.items()},
+    )
+    ds_json.notes += techniques.notes
+    for member in techniques.members:
         ds_json.lacks += [_placed(ds_json, line) for line in member.missing_packages]
-        for key, (value, origin) in member.resolved_params.items():
-            ds_json.settle(("optimizer", "params", key), value, origin)  # in `config.optimizer` too
+        for key, (resolved, origin) in member.resolved_params.items():
+            ds_json.fill(("optimizer", "params", key), resolved, origin)  # in `config.optimizer` too
         last = member.stages[-1] if member.stages else 1
         if last <= config.steps or last <= config.steps_to_make:
             continue
@@ -443,16 +417,12 @@ def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
 def _origins(ds_json: DeepSpeedJson, flags: argparse.Namespace) -> Origins:
     """The origin of each of the run's own values, and of each value of the JSON."""
     left_open = {
-        **dict.fromkeys(vars(flags), "default"),
+        **{name: one.origin.format_map(vars(flags)) for name, one in VALUES.items()},
         **dict.fromkeys(SIZES, f"preset {flags.preset}"),
         **dict.fromkeys(FIELDS, f"architecture {flags.architecture}"),
-        "run_name": "the JSON's name" if flags.recipe is None else "the recipe's name",
-        "eval_every": "a tenth of the run",
-        "save_every": f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps",
     }
     launched = {"ranks": "the launcher"} if "WORLD_SIZE" in os.environ else {}
-    of_engine = {dotted(path): ds_json.origin(path) or "default" for path, _ in leaves(ds_json.values)}
-    return left_open | flags.origins | launched | of_engine
+    return left_open | flags.origins | launched | ds_json.origins()
 
 
 def _ranks(flags: argparse.Namespace) -> int:
@@ -487,8 +457,8 @@ def _key_or_flag(ds_json: DeepSpeedJson, key: str, flag: str) -> str:
 def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
     """Global batch, micro-batch and accumulation, where global = micro x accumulation x ranks; computes those that are not given."""
     written = [(key,) for key in BATCH_KEYS if ds_json.get(key) is not None]
-    total = ds_json.value_or_flag(("train_batch_size",), "global_batch_size", flags)
-    micro = ds_json.value_or_flag(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags)
+    total = ds_json.asked(("train_batch_size",), "global_batch_size")
+    micro = ds_json.asked(("train_micro_batch_size_per_gpu",), "micro_batch_size")
     accumulation = ds_json.get("gradient_accumulation_steps")
     origins = {
         "train_batch_size": flags.origins.get("global_batch_size", f"preset {flags.preset}"),
@@ -547,7 +517,7 @@ def _length(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, t
                 f"is {planned}, {-(-planned // tokens_per_step)} steps of {tokens_per_step} tokens, but --steps is {flags.steps}; "
                 'write "auto" in the JSON or leave the flag out',
             )
-        tokens = ds_json.value_or_flag(path, "tokens", flags)
+        tokens = ds_json.asked(path, "tokens")
         if flags.tokens is None and tokens is not None:
             origin = f"{ds_json.origin(path)}, 'total_tokens'"
     steps = -(-tokens // tokens_per_step) if tokens is not None else flags.steps or preset.steps

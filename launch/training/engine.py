@@ -22,6 +22,7 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.runtime import engine as engine_module
 from torch.utils.cpp_extension import CUDA_HOME
 
+from launch.config.flags import VALUES
 from launch.config.hardware import bf16_arithmetic, unused_gpus
 from launch.config.optimizer import ADAM_TYPES, decouples_weight_decay
 from launch.config.ranks import ranks_of_host
@@ -41,8 +42,6 @@ from recipes.technique import Technique
 
 #: The phases of a step, as messages name them.
 FORWARD, BACKWARD, UPDATE, EVALUATION = "forward pass", "backward pass", "update", "evaluation"
-#: Values of a configuration in which hosts may differ, besides each `nvme_path`: where their files lie, and what is printed.
-OF_A_HOST = ("data", "config_file", "recipe", "init_from", "branch_from", "quiet")
 
 
 @dataclass
@@ -251,7 +250,7 @@ def _check_hosts(config: RunConfig, collectives: Collectives) -> None:
     Before there is a process group, each rank reads its own command and files, possibly copies of rank 0's, and resolves "auto" for its own
     host.
     """
-    own = {key: value for key, value in config.as_json().items() if key not in OF_A_HOST}
+    own = {key: value for key, value in config.as_json().items() if key not in VALUES or not VALUES[key].local}
     fingerprints, precisions, runs = zip(*collectives.gather((config.corpus.fingerprint, config.precision, own)), strict=True)
     if others := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
         raise UsageError(
@@ -283,9 +282,8 @@ def check_device(config: RunConfig) -> None:
             f"this host has {ranks} ranks, each on the GPU with the number of its local rank, and this process sees {found} GPU(s); start "
             "fewer ranks, or let each see all GPUs of the host: srun --gpus-per-node in place of --gpus-per-task"
         )
-    for path, capability in config.cuda_only.items():
+    for place, capability in config.cuda_only.items():
         if (lacking := _lacking(device, capability)) is not None:
-            place = config.where(tuple(path.split(".")))
             faults.append(f"{needs_cuda(place, capability)}, and this is {lacking}; leave it out")
     if config.quantizes_weights and device == "cuda" and not installed_ops.get("quantizer") and CUDA_HOME is None:
         why = "needs the CUDA toolkit (nvcc), to build kernels; install it and set CUDA_HOME, or leave the key out"

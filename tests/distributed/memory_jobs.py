@@ -15,6 +15,7 @@ from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
 from launch.training.run_folder.folder import NoFolder
+from recipes.registry import make_techniques
 from tests.distributed.jobs import pretrain
 from tests.distributed.muon_jobs import PeakMemory
 
@@ -25,7 +26,7 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     """The plan of a resolved run on CPU ranks."""
     zero = config.ds_config["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
-    techniques = config.built_techniques
+    techniques = make_techniques(config)
     shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpointed_segments)
     states, terms = techniques.optimizer_tensors or state_tensors(config.optimizer), techniques.memory_terms(config.model_config, "cpu")
     return memory_per_rank(*shape, optimizer_states=states, terms=terms, own_group=techniques.own_group)

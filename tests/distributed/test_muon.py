@@ -22,7 +22,7 @@ from model.presets import PRESETS, GPTConfig
 from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
 from recipes.muon.technique import divided_matrices, exchanged_elements, hidden_parts, matrices_in, shared_among_ranks
-from recipes.technique import Techniques
+from recipes.registry import make_techniques
 from tests.distributed.muon_jobs import PeakMemory
 from tests.distributed.reference import PublishedMuon, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
@@ -193,7 +193,7 @@ def test_a_resume_is_the_uninterrupted_run(stage, precision, two_ranks, corpus, 
 def test_bytes_on_the_wire_are_those_planned(stage, ranks, pools, corpus, tmp_path):
     run = [*flags(corpus, tmp_path, ranks, stage=stage), "--steps", "4", "--eval_every", "0"]
     config = resolve(run, ranks)[0]
-    without = replace(config, built_techniques=Techniques())
+    without = replace(config, optimizer={"type": "AdamW", "params": {}})
     sent = trained(pools.of(ranks), run)[-1]["bytes_sent"]
     assert sent == bytes_of(config, config.model_config)
     assert sent > bytes_of(without, config.model_config) + 1000
@@ -336,5 +336,5 @@ def test_the_memory_of_the_iterations_is_in_the_plan(name, dtype):
 def test_the_memory_of_cut_matrices_is_in_the_plan(name, two_ranks, corpus, tmp_path):
     run = flags(corpus, tmp_path, 2, stage=3, ns_dtype=name)
     config, _ = resolve(run, ranks=2)
-    planned = config.built_techniques.memory_terms(config.model_config, "cpu")["update"]
+    planned = make_techniques(config).memory_terms(config.model_config, "cpu")["update"]
     assert max(two_ranks.run("tests.distributed.muon_jobs:peak_of_update", flags=run)) == pytest.approx(planned, rel=0.02)

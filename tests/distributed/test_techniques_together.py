@@ -9,12 +9,12 @@ import pytest
 
 from launch.config.flags import as_words
 from launch.config.run_config import resolve
-from launch.config.steps import steps_of_run
 from launch.errors import UsageError
 from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length
 from recipes.registry import make_techniques, technique_classes
+from recipes.technique import steps_of_run
 from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
 
 STEPS, BATCH, SEED = 6, 8, 7

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.staging import staged_folder, write_atomically
+from launch.config.flags import VALUES
 from launch.config.optimizer import has_rate_of_its_own, without_defaults
 from launch.config.run_config import RunConfig
-from launch.config.steps import steps_of_run
 from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, state_text, verify
 from launch.formats.metrics import by_step, parse_line, read_run_json, split_lines
 from launch.training.run_folder.metrics_writer import METRICS_FILE
 from launch.training.run_folder.run_json import differences, parse_change, resume_description, starts_of
-from recipes.registry import technique_classes
-from recipes.technique import Declaration, Techniques
+from recipes.registry import make_techniques, technique_classes
+from recipes.technique import Declaration, Techniques, steps_of_run
 
 
 def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
     """Refuse a branch whose optimizer, clipping, techniques or rule for spikes differ from the continued run's."""
     their, own = without_defaults(before), without_defaults(description)
-    keys = ("optimizer", "techniques", "engine", "spike_rule")
+    keys = ("optimizer", "techniques", "engine", *(name for name, one in VALUES.items() if one.same_steps))
     found = [one for key in keys for one in differences(key, their.get(key), own[key])]
     # Equal rates at each step do not suffice where another rate is a multiple of them.
     fixed = {"optimizer.params.lr"} if has_rate_of_its_own(own["optimizer"]) else set()
@@ -131,8 +131,8 @@ def _may_differ(key: str, there: Any, here: Any) -> bool:
     Learning rates, and values of techniques that the metrics show, are compared step by step in `_check_steps`.
     """
     section, *names = key.split(".")
-    if section == "spike_rule":
-        return {there, here} <= {None, "off", "log"}  # these change no step
+    if section in VALUES:
+        return {there, here} <= {None, *VALUES[section].same_steps}
     if section != "techniques":
         return key != "engine.gradient_clipping" and (section != "optimizer" or names == ["params", "lr"])
     declared = next((cls.declaration for cls in technique_classes() if cls.declaration.section == names[0]), Declaration())
@@ -160,7 +160,7 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
         lines: the metrics of that run.
         samples: its position in the data. `--spike_rule rewind` leaves data out, and cuts the lines that would show it.
     """
-    techniques = Techniques(member for member in config.built_techniques.members if member.declaration.section)
+    techniques = Techniques(member for member in make_techniques(config).members if member.declaration.section)
     recorded = {line["step"]: line for line in by_step(lines)}
     assert config.token_schedule is not None, "_check_decay refuses others"
     where, planned = f"--branch_from {config.branch_from}", 0

@@ -7,26 +7,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.config.flags import FIXED, INITIAL, RECORD, START, TRAINING, VALUES
 from launch.config.optimizer import without_defaults
 from launch.errors import UsageError
 from launch.formats.metrics import model_of_run, read_run_json
 from model.presets import FIELDS, SIZES
 
-#: Values that differ between two starts of the same run; not listed as changes.
-INCIDENTAL = (
-    "created",
-    "command",
-    "resume",
-    "quiet",
-    "hang_timeout",
-    "checkpoint_store",
-    "interleaved",
-    "finished",
-    "run_id",
-    "branch_from",
-)
-#: Values that do not affect a run's numbers, beside circumstances such as the commit and the machine.
-NO_EFFECT_ON_NUMBERS = (*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "save_every", "keep")
+#: The kinds, as in `launch.config.flags`, of the entries of a `run.json` that are no values of the run; others are TRAINING.
+OTHER_KINDS = dict.fromkeys(("created", "command", "interleaved", "finished", "run_id", "resumes"), START)
+OTHER_KINDS |= dict.fromkeys(("commit", "machine", "corpus"), RECORD)
+
+
+def kind_of(key: str) -> str:
+    """What a change of the entry `key` of a `run.json` means: `FIXED`, `TRAINING`, `INITIAL`, `RECORD` or `START`."""
+    return VALUES[key].kind if key in VALUES else OTHER_KINDS.get(key, TRAINING)
+
+
+def changes_numbers(key: str) -> bool:
+    """Whether a change of the entry `key` of a `run.json` may change the numbers of the run."""
+    return kind_of(key) not in (RECORD, START)
+
+
+def is_compared(key: str) -> bool:
+    """Whether two runs are told apart by the entry `key` of their `run.json`."""
+    return kind_of(key) != START and (key not in VALUES or VALUES[key].compared)
 
 
 def resume_description(
@@ -49,12 +53,12 @@ def resume_description(
     changes = [
         f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
         for key, value in without_defaults(description).items()
-        if key not in (*INCIDENTAL, "init_from")  # a checkpoint has the weights
+        if kind_of(key) not in (START, INITIAL)
         for name, old, new in differences(key, last.get(key), value)
     ]
-    first_start = ("created", "command", "interleaved", "commit", "run_id", "branch_from", "init_from")
-    resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")} | {"changes": changes}
-    kept = {key: before.get(key) for key in (*first_start, "finished")}
+    of_start = ("created", "command", "interleaved", "commit")
+    resume = {key: description.get(key) for key in of_start} | {"changes": changes}
+    kept = {key: before.get(key) for key in (*of_start, "run_id", "branch_from", "init_from", "finished")}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
 
 
@@ -102,15 +106,20 @@ def _other_run(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 def _fixed_flags(description: dict[str, Any], sizes: list[str]) -> list[str]:
     """The flags that a resume must not change, with their values."""
     model, optimizer = model_of_run(description), description["optimizer"]
-    values = {"seed": description["seed"], "global_batch_size": description["global_batch_size"]}
+    values = {name: description[name] for name, one in VALUES.items() if one.kind == FIXED and name in description}
     values |= {name: getattr(model, name) for name in sizes}
     amsgrad = bool(optimizer.get("params", {}).get("amsgrad"))  # its state differs
     return [
-        *(f"--{name} {str(value).lower()}" for name, value in values.items()),
-        "--no_cross_document" if description["no_cross_document"] else "no --no_cross_document",
+        *(_as_flag(name, value) for name, value in values.items()),
         f"--set optimizer.type={optimizer.get('type')}",
         f"--set optimizer.params.amsgrad={json.dumps(amsgrad)}",
     ]
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if VALUES.get(name) and VALUES[name].flag.get("action") == "store_true":
+        return f"--{name}" if value else f"no --{name}"
+    return f"--{name} {str(value).lower()}"
 
 
 def differences(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
