@@ -167,7 +167,6 @@ def test_one_task_is_alone(learnt):
         ([TORCH, {"MASTER_PORT": ""}], "the environment names a rank, but MASTER_PORT is empty or not set"),
         ([TORCH, {"RANK": ""}], "RANK is empty or not set"),
         ([TORCH, {"RANK": "-1"}], "RANK is '-1': it must be a number, 0 or more"),
-        ([OPEN_MPI, {"RANK": "1"}], "unset RANK, because mpirun says which rank this is"),
         ([OPEN_MPI, {"RANK": "0"}], "RANK is '0', and mpirun says 1; unset RANK"),
         ([{"RANK": "0"}], "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is empty or not set"),
         ([SLURM, TORCH], "RANK is '1', and srun says 3; unset RANK"),
@@ -178,7 +177,7 @@ def test_one_task_is_alone(learnt):
         ([SLURM, {"SLURM_LOCALID": "2"}], "and 2 of 2 on its host"),
         ([SLURM, {"SLURM_TASKS_PER_NODE": "two"}], "SLURM_TASKS_PER_NODE is 'two'"),
         ([SLURM, {"SLURM_STEP_NODELIST": ""}], "no SLURM_STEP_NODELIST; set MASTER_ADDR"),
-        ([OPEN_MPI, ONE_OF_EACH_HOST], "on several hosts, but does not name the first"),
+        ([OPEN_MPI, ONE_OF_EACH_HOST], "mpirun does not name the first of several hosts; set MASTER_ADDR"),
         ([HYDRA, {"MPI_LOCALNRANKS": "3"}], "rank 1 of 2, and 1 of 3 on its host"),
     ],
 )

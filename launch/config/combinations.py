@@ -14,8 +14,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from launch.config.deepspeed_json import DeepSpeedJson, leaves
+from launch.config.deepspeed_json import DeepSpeedJson
 from launch.config.deepspeed_schema import DTYPES
+from launch.config.deepspeed_schema import WITHOUT_EFFECT as WITHOUT_EFFECT
 from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
 from launch.config.ranks import ranks_of_host
 from model.accounting import block_tensors
@@ -27,30 +28,6 @@ ZERO_AUTO: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda d: d * d,
     "stage3_prefetch_bucket_size": lambda d: d * d * 9 // 10,
     "stage3_param_persistence_threshold": lambda d: 10 * d,
-}
-#: Sections that DeepSpeed documents and that have no effect in this training loop: removed, with a note if they are switched on.
-WITHOUT_EFFECT = {
-    "autotuning": "the autotuner runs under `deepspeed --autotuning` only",
-    "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
-    "data_efficiency": "the batches come from data_pipeline/",
-    "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
-    "disable_allgather": "DeepSpeed reads it and does not use it",
-    "hybrid_engine": "training generates no text",
-    "seq_parallel_communication_data_type": "the ranks share the data, not the sequences",
-    "use_data_before_expert_parallelism": "the model has no experts",
-}
-#: The reason and the fix for what would split the model or the sequences over the ranks.
-SHARE_DATA = "but the ranks share the data only; leave it out: ZeRO stage 3 partitions a model that does not fit on a device"
-#: Sections of DeepSpeed that train something else than this loop does -> the keys that switch them on (empty: any), the reason and the fix.
-#: They are refused if they are on, else removed.
-OF_OTHER_LOOPS: dict[str, tuple[tuple[str, ...], str]] = {
-    "compile": (("deepcompile",), 'which is not supported; leave it out: "fused_kernels": "auto" compiles the blocks'),
-    "expert_parallel": (("enabled", "autoep_size", "expert_tensor_parallel_size"), SHARE_DATA),
-    "mesh_param": ((), SHARE_DATA),
-    "pipeline": (("stages",), SHARE_DATA),
-    "sequence_parallel_size": ((), SHARE_DATA),
-    "tensor_parallel": (("autotp_size", "tp_size"), SHARE_DATA),
-    "weight_quantization": ((), "which is for weights that are not trained, and this project trains all weights; leave it out"),
 }
 #: Keys for which DeepSpeed has only CUDA kernels.
 CUDA_ONLY = (
@@ -65,40 +42,47 @@ GPUS_OF_A_HOST = 8
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 #: torch's `Optimizer.load_state_dict` converts fp32 moments to the type of the master weights; in fp16, a small variance becomes 0.
 ROUNDS_MOMENTS = "rounds Adam's moments on a resume in DeepSpeed 0.19.8"
-
-
-#: Keys that must not be switched on or off here -> the reason and the fix.
-MUST_BE_OFF = {
-    "zero_optimization.zenflow": "gives wrong losses, or NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
+#: The reason for what would split the model or the sequences over the ranks.
+SHARE_DATA = "splits the model over the ranks, but the ranks share the data only: stage 3 partitions a model that does not fit on a device"
+Harmless = tuple[Any, ...]
+#: Values with which a key changes nothing: a switch that must be off, one that must be on, and a number of ranks.
+OFF: Harmless = (None, False, 0)
+ON: Harmless = (None, True)
+ONE: Harmless = (None, False, 0, 1, {}, [])
+#: Keys that must not be switched on or off here, or that split over several ranks -> the harmless values, and what is wrong with others.
+REFUSED: dict[str, tuple[Harmless, str]] = {
+    "zero_optimization.zenflow": (OFF, "gives wrong losses, or NaN, from the first step on (DeepSpeed 0.19.8, measured)"),
     # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu does not divide by the number of GPUs, and
     # runtime/comm/coalesced_collectives.py only by the number of hosts. On one host stage3.py calls neither.
-    "zero_optimization.zero_quantized_gradients": "gives wrong gradients over several hosts in DeepSpeed 0.19.8 (bf16 and fp32 bits are "
-    "read as fp16, and a host's GPUs are summed instead of averaged), and has no effect on one host; leave it out",
-    "zero_optimization.zero_quantized_nontrainable_weights": "is for frozen weights, and this project trains all weights; leave it out",
-    "zero_optimization.stage3_module_granularity_threshold": "releases parameters that the backward pass still needs; leave it out",
-    "zero_optimization.elastic_checkpoint": "writes checkpoints that DeepSpeed 0.19.8 cannot load; leave it out: a resume may change the "
-    "number of ranks without it",
-    "zero_optimization.legacy_stage1": "is no longer in DeepSpeed; leave it out",
+    "zero_optimization.zero_quantized_gradients": (OFF, "gives wrong gradients over several hosts in DeepSpeed 0.19.8"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (OFF, "is for frozen weights, and this project trains all weights"),
+    "zero_optimization.stage3_module_granularity_threshold": (OFF, "releases parameters that the backward pass still needs"),
+    "zero_optimization.elastic_checkpoint": (OFF, "writes checkpoints that DeepSpeed 0.19.8 cannot load; a resume may change the ranks"),
+    "zero_optimization.legacy_stage1": (OFF, "is no longer in DeepSpeed"),
     # superoffload_stage3.py keeps Adam's moments in another process and has no code to save them.
-    "zero_optimization.offload_optimizer.super_offload": "loses Adam's moments on a resume in DeepSpeed 0.19.8; leave it out",
-    "data_types.keep_in_fp32_modules": "has no effect here: it is for buffers, and the model has none that a lower precision would round; "
-    "leave it out",
-    "torch_autocast.enabled": "is not supported: enable 'bf16', which keeps fp32 master weights, and leave the section out",
-    "fp16.fp16_master_weights_and_grads": f"{ROUNDS_MOMENTS}; leave it out",
-    "checkpoint.parallel_write.pipeline_stage": "is for pipelines, and the ranks share the data, not the model; leave it out",
-    "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
-    **dict.fromkeys(
-        ("checkpoint.writer", "checkpoint.load_universal"),
-        "is not supported: a checkpoint must be complete when the engine returns; leave it out",
-    ),
-}
-MUST_BE_ON = {
-    "checkpoint.checkpoint_serialization": "is false, which is torch's old file format, and checkpoints are zip files; leave it out",
-    "zero_optimization.compute_grad_norm": "is false, but every step clips the gradients by their norm and logs it; leave it out",
+    "zero_optimization.offload_optimizer.super_offload": (OFF, "loses Adam's moments on a resume in DeepSpeed 0.19.8"),
+    "data_types.keep_in_fp32_modules": (OFF, "has no effect here: it is for buffers, and the model has none"),
+    "torch_autocast.enabled": (OFF, "is not supported: enable 'bf16', which keeps fp32 master weights"),
+    "fp16.fp16_master_weights_and_grads": (OFF, ROUNDS_MOMENTS),
+    "checkpoint.parallel_write.pipeline_stage": (OFF, "is for pipelines, and the ranks share the data, not the model"),
+    "checkpoint.use_node_local_storage": (OFF, "spreads a checkpoint over the hosts, but a resume reads all of its files"),
+    "checkpoint.writer": (OFF, "is not supported: a checkpoint must be complete when the engine returns"),
+    "checkpoint.load_universal": (OFF, "is not supported: a checkpoint must be complete when the engine returns"),
+    "checkpoint.checkpoint_serialization": (ON, "is false, which is torch's old file format, and checkpoints are zip files"),
+    "zero_optimization.compute_grad_norm": (ON, "is false, but every step clips the gradients by their norm and logs it"),
     # stage_1_and_2.py; stage 3 does not read it.
-    "zero_optimization.load_from_fp32_weights": "is false, so a resume would round the master weights; leave it out",
-    "managed_gradient_accumulation": "is false, but the loop steps the engine once per micro-batch; leave it out",
-    "bf16.check_grad_overflow": "is false, so a non-finite gradient would corrupt the weights; leave it out",
+    "zero_optimization.load_from_fp32_weights": (ON, "is false, so a resume would round the master weights"),
+    "managed_gradient_accumulation": (ON, "is false, but the loop steps the engine once per micro-batch"),
+    "bf16.check_grad_overflow": (ON, "is false, so a non-finite gradient would corrupt the weights"),
+    "gradient_allreduce_op": ((None, "mean"), 'is "sum", so training would depend on the number of ranks'),
+    "compile.deepcompile": (OFF, 'is not supported: "fused_kernels": "auto" compiles the blocks'),
+    "weight_quantization": (ONE, "is for weights that are not trained, and this project trains all weights"),
+    "expert_parallel.enabled": (OFF, SHARE_DATA),
+    "mesh_param": (ONE, SHARE_DATA),
+    "pipeline.stages": (ONE, SHARE_DATA),
+    "sequence_parallel_size": (ONE, SHARE_DATA),
+    "tensor_parallel.autotp_size": (ONE, SHARE_DATA),
+    "tensor_parallel.tp.tp_size": (ONE, SHARE_DATA),
 }
 #: The stages at which a key works; at the others it has no effect, or fails.
 STAGES: dict[str, tuple[int, ...]] = {
@@ -107,6 +91,7 @@ STAGES: dict[str, tuple[int, ...]] = {
     "zero_optimization.zero_quantized_weights": (3,),
     "data_types.grad_accum_dtype": (1, 2, 3),  # at stage 0, DeepSpeed refuses another type than the run's when the engine starts
     "prescale_gradients": (0, 1),  # with reduce_scatter, at stages 2 and 3, DeepSpeed refuses it when the engine starts
+    "gradient_predivide_factor": (0, 1),  # stage 3 does not multiply the gradients back
 }
 OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
     "offload_optimizer": {"cpu": (1, 2, 3), "nvme": (3,)},
@@ -115,16 +100,12 @@ OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def impossible_values(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
-    """Each key that cannot be used, alone or with the others, as a dotted path, and the reason with the fix."""
+    """Each key that cannot be used with the others, as a dotted path, and the reason with the fix."""
     zero = "zero_optimization."
 
     def value(path: str) -> Any:
         return ds_json.get(*path.split("."))
 
-    yield from ((path, why) for path, why in MUST_BE_OFF.items() if value(path) not in (None, False, 0))
-    yield from ((path, why) for path, why in MUST_BE_ON.items() if value(path) is False)
-    if value("gradient_allreduce_op") == "sum":
-        yield "gradient_allreduce_op", 'is "sum", so training would depend on the number of ranks; write "mean", or leave it out'
     if stage == 3 and value(ratio := f"{zero}offload_optimizer.ratio") not in (None, 1):
         # stage3.py makes a second optimizer for the rest, with its own parameter groups.
         yield ratio, "is not 1: the weights that stay on the GPU do not follow the learning rate in DeepSpeed 0.19.8; leave it out"
@@ -142,17 +123,10 @@ def impossible_values(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, sta
     if stage == 3 and group < ranks and ranks % group:  # DeepSpeed asserts it when the engine starts
         yield f"{zero}zero_hpz_partition_size", f'is {group}, which does not divide {ranks} ranks; write a divisor, or "auto"'
     # Padded partitions give wrong weights, or an assertion in the first forward pass (zero/partition_parameters.py).
-    if value(zero + "zero_quantized_weights"):
-        for name, sides in block_tensors(shape).items():
-            if math.prod(sides) % (QUANTIZED_TOGETHER * ranks):
-                yield (
-                    zero + "zero_quantized_weights",
-                    f"quantizes {QUANTIZED_TOGETHER} weights at a time, so each tensor needs a multiple of {QUANTIZED_TOGETHER} x {ranks} "
-                    f"ranks of them, and {name} has {math.prod(sides)}; change the model's sizes, or leave the key out",
-                )
-                break
-    if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
-        yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
+    multiple, sizes = QUANTIZED_TOGETHER * ranks, {name: math.prod(sides) for name, sides in block_tensors(shape).items()}
+    if value(path := zero + "zero_quantized_weights") and (odd := [name for name, size in sizes.items() if size % multiple]):
+        needed = f"needs a multiple of {QUANTIZED_TOGETHER} x {ranks} ranks of weights in each tensor, and {odd[0]} has {sizes[odd[0]]}"
+        yield path, f"{needed}; change the model's sizes, or leave the key out"
     if value(path := "bf16.bf16_master_weights_and_grads"):
         if precision != "bf16":  # DeepSpeed would keep the master weights in bf16
             yield path, f"is for a run in bf16, and this run is in {precision}; leave it out"
@@ -201,54 +175,39 @@ def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, cl
         shape: of the model; its width sets the `"auto"` sizes.
         claimed: top-level section -> the technique that reads it.
     """
-    _refuse_other_places(ds_json, claimed.values())
     precision = _precision(ds_json)
     if ds_json.get("zero_optimization") is None:
         ds_json.fill(("zero_optimization",), {}, "DeepSpeed's default")
     ds_json.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
-    _refuse_other_loops(ds_json, ranks)
-    _drop_without_effect(ds_json, claimed)
+    found = [(path, f"{why}; leave it out") for path, (harmless, why) in REFUSED.items() if ds_json.get(*path.split(".")) not in harmless]
+    if ds_json.get("data_parallel_size") not in (None, ranks):
+        found.append(("data_parallel_size", f"is not {ranks}, the run's ranks, and all of them share the data; leave it out"))
+    for cls in claimed.values():  # sections of techniques, at the other places where DeepSpeed documents them
+        found += [(path, f"is read at the top level only; move it to '{cls.declaration.section}'") for path in _elsewhere(ds_json, cls)]
     if not ds_json.is_faulty("zero_optimization", "stage"):  # else the stage is unknown
-        for path, why in list(impossible_values(ds_json, ranks, shape, ds_json.get("zero_optimization", "stage"), precision)):
-            if not ds_json.is_faulty(*path.split(".")):
-                ds_json.fault(tuple(path.split(".")), why)
+        found += impossible_values(ds_json, ranks, shape, ds_json.get("zero_optimization", "stage"), precision)
+    for path, why in found:
+        if not ds_json.is_faulty(*path.split(".")):
+            ds_json.fault(tuple(path.split(".")), why)
+    _drop_without_effect(ds_json, claimed)
     for key, size in ZERO_AUTO.items():
         if ds_json.values["zero_optimization"].get(key) == "auto":
             ds_json.fill(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
-    _settle_second_partition(ds_json, ranks)
-    _check_machine(ds_json, ranks)
-
-
-def _settle_second_partition(ds_json: DeepSpeedJson, ranks: int) -> None:
-    """`zero_hpz_partition_size`: "auto" is the ranks of a host if there are several hosts, else off."""
-    path = ("zero_optimization", "zero_hpz_partition_size")
-    if ds_json.values["zero_optimization"].get(path[-1]) == "auto":
+    if ds_json.values["zero_optimization"].get("zero_hpz_partition_size") == "auto":  # the ranks of a host if there are several, else off
         of_a_host = ranks_of_host() or GPUS_OF_A_HOST
         several = ds_json.get("zero_optimization", "stage") == 3 and ranks > of_a_host
         origin = f"auto: {of_a_host} ranks per host" if several else "auto: off below stage 3 and on one host"
-        ds_json.fill(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
+        ds_json.fill(("zero_optimization", "zero_hpz_partition_size"), largest_divisor(ranks, of_a_host) if several else 1, origin)
+    _check_machine(ds_json, ranks)
 
 
-def _refuse_other_places(ds_json: DeepSpeedJson, techniques: Iterable[type[Technique]]) -> None:
-    """Refuse a technique's section at the other places where DeepSpeed documents it."""
-    for cls in techniques:
-        for place in cls.declaration.other_places:
-            path = tuple(place.split("."))
-            off = any(ds_json.get(*path[:depth], "enabled") is False for depth in range(1, len(path)))
-            if not off and _is_active(ds_json.get(*path)):
-                ds_json.fault(path, f"is read at the top level only; move it to '{cls.declaration.section}'")
-
-
-def _refuse_other_loops(ds_json: DeepSpeedJson, ranks: int) -> None:
-    """Refuse the sections in OF_OTHER_LOOPS that are on, and remove the others."""
-    for key, (switches, why) in OF_OTHER_LOOPS.items():
-        for path, value in list(leaves({key: ds_json.get(key)})) if ds_json.get(key, "enabled") is not False else ():
-            if _is_active(value) and (not switches or path[-1] in switches):
-                ds_json.fault(path, f"is {json.dumps(value)}, {why}")
-                break
-        ds_json.values.pop(key, None)
-    if (wanted := ds_json.values.pop("data_parallel_size", "auto")) not in ("auto", ranks):
-        ds_json.fault(("data_parallel_size",), f"is {wanted}, but the run has {ranks} ranks, and all of them share the data; leave it out")
+def _elsewhere(ds_json: DeepSpeedJson, cls: type[Technique]) -> Iterator[str]:
+    """The places other than the top level at which a technique's section is switched on."""
+    for place in cls.declaration.other_places:
+        path = place.split(".")
+        off = any(ds_json.get(*path[:depth], "enabled") is False for depth in range(1, len(path)))
+        if not off and _is_active(ds_json.get(*path)):
+            yield place
 
 
 def _precision(ds_json: DeepSpeedJson) -> str:
@@ -287,13 +246,12 @@ def _check_machine(ds_json: DeepSpeedJson, ranks: int) -> None:
             ds_json.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
     for key in OFFLOAD_STAGES:
         path = ("zero_optimization", key, "nvme_path")
-        folder, ours = str(ds_json.get(*path)), (ds_json.origin(path) or "").startswith("auto")  # the run makes its own
+        ours = (ds_json.origin(path) or "").startswith("auto")  # the run makes its own
         if ds_json.get("zero_optimization", key, "device") != "nvme":
             continue
         if ours and ranks > (ranks_of_host() or GPUS_OF_A_HOST):
-            say = ds_json.lack if ranks_of_host() else ds_json.note
-            say(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
-        elif not ours and not os.path.isdir(folder):
+            ds_json.note(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
+        elif not ours and not os.path.isdir(folder := str(ds_json.get(*path))):
             ds_json.lack(path, f"is {folder!r}, which is not a folder on this host; create it on the NVMe drive")
 
 
@@ -301,4 +259,4 @@ def _is_active(value: Any) -> bool:
     """Whether a section, or a value in it, is switched on: `{"enabled": false}`, `false`, 0, 1 (a group of one) and `"auto"` are not."""
     if isinstance(value, dict):
         return value["enabled"] is True if "enabled" in value else any(map(_is_active, value.values()))
-    return value > 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else bool(value) and value != "auto"
+    return value not in (0, 1) if isinstance(value, (int, float)) and not isinstance(value, bool) else bool(value) and value != "auto"

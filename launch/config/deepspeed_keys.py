@@ -6,11 +6,12 @@ The message for an unknown key names the nearest key or, for a known key in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from launch.config.deepspeed_json import DeepSpeedJson
+from launch.config.deepspeed_json import DeepSpeedJson, value_at
 from launch.config.deepspeed_schema import KINDS, SCHEDULES, Rule, Rules, deepspeed_schema
 from launch.config.flags import MAX_LR
 from launch.config.token_schedule import TOKEN_SCHEDULES
@@ -34,15 +35,11 @@ SGD_PARAMS: Rules = {
     "momentum": {"types": ["number"], "minimum": 0, "maximum": 0.9999},
     "weight_decay": PARAMS["weight_decay"],
 }
-#: Removed key -> advice, where that of DeepSpeed's own message does not apply here.
-INSTEAD = {
-    "amp": "Write 'bf16' or 'fp16' instead.",
-    "sparse_gradients": "The gradients of the embedding are dense.",
-}
-#: Old name that DeepSpeed no longer reads, or without effect -> what to write instead.
-OLD_NAMES = {
-    "aio.thread_count": "'intra_op_parallelism'",
-    "zero_optimization.cpu_offload_use_pin_memory": "'pin_memory' in 'offload_optimizer' or 'offload_param'",
+#: Bound of a rule -> whether a number is beyond it, and the words for what is allowed.
+BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "above": (operator.le, "a number above {}"),
+    "minimum": (operator.lt, "{} or more"),
+    "maximum": (operator.gt, "{} or less"),
 }
 #: A message lists at most this many allowed names.
 MANY = 16
@@ -112,54 +109,46 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
     """What is wrong with an unknown key, and the key that was probably meant: preferably an unused one that takes such a value."""
     key, name, schema = str(path[-1]), dotted(path), deepspeed_schema()
     if name in schema.removed:
-        return f"is no longer in DeepSpeed {schema.version}; remove it. {INSTEAD.get(name) or schema.removed[name]}", None
-    if name in OLD_NAMES:
-        return "is an old name; " + ("leave it out" if value is False else f"write {OLD_NAMES[name]} instead"), None
+        return f"is no longer in DeepSpeed {schema.version}; remove it. {schema.removed[name]}", None
     home = _homes().get(key)
-    free = [name for name in rules if name not in section]
-    fitting = [name for name in free if value == "auto" or value_fault(value, rules[name]) is None]
-    meant = nearest_name(key, fitting) or nearest_name(key, free) or nearest_name(key, rules)
     ignored = ", which DeepSpeed would ignore" if len(path) == 1 else ""
     if home is not None and home != name:
         return f"unknown key{ignored}; it belongs to '{home}'", None
-    if meant is not None:
+    fitting = [name for name in rules if name not in section and (value == "auto" or value_fault(value, rules[name]) is None)]
+    if meant := nearest_name(key, fitting) or nearest_name(key, rules):
         return f"unknown key{ignored}; did you mean '{meant}'?", meant
     return f"unknown key{ignored}; " + (f"allowed are {', '.join(sorted(rules))}" if len(rules) <= MANY else "remove it"), None
+
+
+def _walk(rules: Rules, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Rule]]:
+    """The path and the rule of each key, at every depth."""
+    for key, rule in rules.items():
+        yield (*path, key), rule
+        yield from _walk(rule.get("keys", {}), (*path, key))
 
 
 @cache
 def _homes() -> dict[str, str]:
     """Name -> dotted path, for keys that occur in one place only, and for `max_grad_norm`, which other projects write."""
+    declared = [cls.declaration for cls in technique_classes()]
+    trees: list[tuple[KeyPath, Rules]] = [((), deepspeed_schema().keys)]
+    trees += [((one.section,), one.keys) for one in declared if one.section]
+    params = [ADAM_PARAMS, SGD_PARAMS, *(one.keys for one in declared if one.optimizer_type)]
+    trees += [(("optimizer", "params"), rules) for rules in params]
+    trees += [(("scheduler", "params"), rules) for rules in (*TOKEN_SCHEDULES.values(), *SCHEDULES.values())]
     places: dict[str, set[str]] = {}
-
-    def walk(rules: Rules, path: KeyPath) -> None:
-        for key, rule in rules.items():
-            places.setdefault(key, set()).add(dotted((*path, key)))
-            walk(rule.get("keys", {}), (*path, key))
-
-    walk(deepspeed_schema().keys, ())
-    for cls in technique_classes():
-        if cls.declaration.section:
-            walk(cls.declaration.keys, (cls.declaration.section,))
-    declared = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
-    for params in (ADAM_PARAMS, SGD_PARAMS, *declared):
-        walk(params, ("optimizer", "params"))
-    for params in (*TOKEN_SCHEDULES.values(), *SCHEDULES.values()):
-        walk(params, ("scheduler", "params"))
+    for above, rules in trees:
+        for path, _ in _walk(rules, above):
+            places.setdefault(str(path[-1]), set()).add(dotted(path))
     return {key: place for key, (place, *others) in places.items() if not others} | {"max_grad_norm": "gradient_clipping"}
 
 
 def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The dotted keys that `config` leaves out, at the top level and in its sections, with DeepSpeed's defaults."""
-
-    def walk(section: dict[str, Any], rules: Rules, path: KeyPath) -> Iterator[tuple[str, Any]]:
-        for key, rule in rules.items():
-            if key not in section and "default" in rule:
-                yield dotted((*path, key)), rule["default"]
-            elif isinstance(section.get(key), dict):
-                yield from walk(section[key], rule.get("keys", {}), (*path, key))
-
-    return walk(config, deepspeed_schema().keys, ())
+    for path, rule in _walk(deepspeed_schema().keys):
+        section = value_at(config, path[:-1])
+        if "default" in rule and isinstance(section, dict) and path[-1] not in section:
+            yield dotted(path), rule["default"]
 
 
 def value_fault(value: Any, rule: Rule) -> str | None:
@@ -175,12 +164,9 @@ def value_fault(value: Any, rule: Rule) -> str | None:
     if "items" in rule and isinstance(value, list) and not all(any(_fits(item, kind) for kind in rule["items"]) for item in value):
         return f"{wrong} a list of {' or '.join(rule['items'])}s"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if "above" in rule and value <= rule["above"]:
-            return f"{wrong} a number above {rule['above']}{auto}"
-        if "minimum" in rule and value < rule["minimum"]:
-            return f"{wrong} {rule['minimum']} or more{auto}"
-        if "maximum" in rule and value > rule["maximum"]:
-            return f"{wrong} {rule['maximum']} or less{auto}"
+        for bound, (beyond, words) in BOUNDS.items():
+            if bound in rule and beyond(value, rule[bound]):
+                return f"{wrong} {words.format(rule[bound])}{auto}"
     return None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import types
 import typing
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -61,6 +60,25 @@ DTYPES = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
 }
 
+#: Sections that DeepSpeed documents and that have no effect in this training loop: removed unchecked, with a note if they are switched on.
+#: `launch.config.combinations.REFUSED` has keys in them that would train something else.
+WITHOUT_EFFECT = {
+    "autotuning": "the autotuner runs under `deepspeed --autotuning` only",
+    "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
+    "data_efficiency": "the batches come from data_pipeline/",
+    "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
+    "disable_allgather": "DeepSpeed reads it and does not use it",
+    "hybrid_engine": "training generates no text",
+    "torch_autocast": "'bf16' and 'fp16' set the precision",
+    "compile": "the keys are those of deepcompile, which is off",
+    "weight_quantization": "this project trains all weights",
+    **dict.fromkeys(
+        ("data_parallel_size", "expert_parallel", "mesh_param", "pipeline", "sequence_parallel_size", "tensor_parallel"),
+        "the ranks share the data only",
+    ),
+    "seq_parallel_communication_data_type": "the ranks share the data, not the sequences",
+    "use_data_before_expert_parallelism": "the model has no experts",
+}
 #: Keys that DeepSpeed reads from the JSON without a model (deepspeed/runtime/config.py).
 READ_BY_HAND: Rules = {
     **{
@@ -94,34 +112,8 @@ READ_BY_HAND: Rules = {
             "keep_in_fp32_modules": {"types": ["array"], "items": ["string"], "default": "auto", **AUTO},
         }
     ),
-    "flops_profiler": _section(
-        {
-            "enabled": OFF,
-            "detailed": ON,
-            "profile_step": _count(1, minimum=0),
-            "top_modules": _count(1, minimum=0),
-            "module_depth": _count(-1, minimum=-1),
-            "output_file": STRING_OR_NULL,
-            "recompute_fwd_factor": {"types": ["number"], "minimum": 0, "default": 0.0},
-        }
-    ),
     "timers": _section({"throughput": _section({"enabled": {"types": ["boolean"]}, "synchronized": {"types": ["boolean"]}})}),
-    # Without effect in this training loop (launch.config.combinations.WITHOUT_EFFECT).
-    **dict.fromkeys(("autotuning", "data_efficiency"), _section() | AUTO),
-    "datastates_ckpt": _section(None, "null") | AUTO,
-    **dict.fromkeys(("dataloader_drop_last", "disable_allgather", "use_data_before_expert_parallelism"), OFF | AUTO),
-    "seq_parallel_communication_data_type": _choice("fp32", "fp16", "bf16", None, default="fp32", **AUTO),
-    # Refused if they are switched on (launch.config.combinations.OF_OTHER_LOOPS and MUST_BE_OFF).
-    **dict.fromkeys(("expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section() | AUTO),
-    **dict.fromkeys(("data_parallel_size", "sequence_parallel_size"), _count() | AUTO),
-    "mesh_param": {"types": ["array", "null"], "items": ["integer"], **AUTO},
-    "torch_autocast": _section(
-        {
-            "enabled": {"types": ["boolean"]},
-            "dtype": {"types": ["string"]},
-            "lower_precision_safe_modules": {"types": ["array"], "items": ["string"]},
-        }
-    ),
+    **dict.fromkeys(WITHOUT_EFFECT, AUTO),
 }
 _TOTAL: Rules = {"total_num_steps": _count() | AUTO}
 _WARMUP: Rules = {"warmup_num_steps": _count(1000) | AUTO, "warmup_type": _choice("log", "linear"), "last_batch_iteration": _choice(-1)}
@@ -141,7 +133,6 @@ SCHEDULES: dict[str, Rules] = {
 }
 #: Rules that the models lack: the engine checks them later, or not at all.
 BOUNDS: dict[str, Rule] = {
-    **dict.fromkeys(("compile", "hybrid_engine"), AUTO),
     "zero_optimization.stage": {"auto_is_default": False},
     # In elements, allocated as a whole: no device holds more than 10^11.
     "zero_optimization.reduce_bucket_size": {"minimum": 1, "maximum": 10**11, **AUTO},
@@ -157,8 +148,18 @@ BOUNDS: dict[str, Rule] = {
     "fp16.initial_scale_power": {"minimum": 0, "maximum": 32},
     **{f"fp16.{key}": {"minimum": 1} for key in ("loss_scale_window", "hysteresis", "min_loss_scale")},
     "comet.samples_log_interval": {"minimum": 1},
+    **{f"flops_profiler.{key}": {"minimum": 0} for key in ("profile_step", "top_modules", "recompute_fwd_factor")},
+    "flops_profiler.module_depth": {"minimum": -1},
+    "flops_profiler.output_file": STRING_OR_NULL,
     **{f"aio.{key}": {"minimum": 1} for key in ("block_size", "queue_depth", "intra_op_parallelism")},
     "comms_logger.prof_ops": {"items": ["string"]},
+}
+#: Key that is gone, or has no effect any more -> what to write instead, where DeepSpeed's own advice does not apply here.
+INSTEAD = {
+    "amp": "Write 'bf16' or 'fp16' instead.",
+    "sparse_gradients": "The gradients of the embedding are dense.",
+    "aio.thread_count": "Write 'intra_op_parallelism' instead.",
+    "zero_optimization.cpu_offload_use_pin_memory": "Write 'pin_memory' in 'offload_optimizer' or 'offload_param' instead.",
 }
 #: Type of a JSON value -> Python's type, and the words for it in a message.
 KINDS: dict[str, tuple[type, str]] = {
@@ -179,8 +180,8 @@ def deepspeed_schema() -> DeepSpeedSchema:
     quiet_deepspeed()
     # DeepSpeed takes a second to import: not for --help, and only when it has been silenced.
     import deepspeed
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
     from deepspeed.runtime import config
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
@@ -191,30 +192,25 @@ def deepspeed_schema() -> DeepSpeedSchema:
         "bf16": DeepSpeedBF16Config,
         "fp16": DeepSpeedFP16Config,
         "comms_logger": type(config.DeepSpeedCommsConfig({"comms_logger": {}}).comms_logger),
-        "compile": CompileConfig,
-        "hybrid_engine": config.HybridEngineConfig,
-        "tensorboard": TensorBoardConfig,
-        "wandb": WandbConfig,
-        "csv_monitor": CSVConfig,
-        "comet": CometConfig,
+        **{name: item.annotation for name, item in DeepSpeedMonitorConfig.model_fields.items()},
     }
     keys = READ_BY_HAND | {name: _section(_model_rules(model)) for name, model in models.items()}
-    keys["aio"] = _section({key: {"types": [TYPES[type(default)]], "default": default} for key, default in AIO_DEFAULT_DICT.items()})
+    for name, defaults in (("aio", AIO_DEFAULT_DICT), ("flops_profiler", vars(DeepSpeedFlopsProfilerConfig({})))):
+        keys[name] = _section({key: {"types": [TYPES[type(default)]], "default": default} for key, default in defaults.items()})
     for path, bounds in BOUNDS.items():
         *sections, last = path.split(".")
         rules = keys
         for section in sections:
             rules = rules[section]["keys"]
         rules[last] = rules[last] | bounds
-    removed = config._REMOVED_TOP_LEVEL_CONFIG_KEYS | {
-        f"zero_optimization.{key}": reason for key, reason in config._REMOVED_ZERO_CONFIG_KEYS.items()
+    gone = config._REMOVED_TOP_LEVEL_CONFIG_KEYS | {
+        f"zero_optimization.{key}": why for key, why in config._REMOVED_ZERO_CONFIG_KEYS.items()
     }
-    return DeepSpeedSchema(
-        deepspeed.__version__.split("+")[0],
-        keys,
-        {key: " ".join(reason.split()) for key, reason in removed.items()},
-        {"bfloat16": ("bf16", None)} | {old: new for name, model in models.items() for old, new in _other_names(model, f"{name}.")},
-    )
+    removed = {key: " ".join(why.split()) for key, why in gone.items()} | INSTEAD
+    other_names: OtherNames = {"bfloat16": ("bf16", None)}
+    for name, model in models.items():
+        other_names |= {f"{name}.{old}": (f"{name}.{new}", if_true) for old, (new, if_true) in _other_names(model).items()}
+    return DeepSpeedSchema(deepspeed.__version__.split("+")[0], keys, removed, other_names)
 
 
 def _model_rules(model: Any) -> Rules:
@@ -225,10 +221,8 @@ def _model_rules(model: Any) -> Rules:
             continue
         rule = _annotation_rule(item.annotation)
         for constraint in item.metadata:
-            if getattr(constraint, "ge", None) is not None:
-                rule["minimum"] = constraint.ge
-            if getattr(constraint, "le", None) is not None:
-                rule["maximum"] = constraint.le
+            bounds = {"minimum": getattr(constraint, "ge", None), "maximum": getattr(constraint, "le", None)}
+            rule |= {bound: value for bound, value in bounds.items() if value is not None}
         default = getattr(item.default, "value", item.default)  # of an enum
         if isinstance(default, (bool, int, float, str)):
             # DeepSpeed's `pp_int`, which prints itself as 5e8, becomes an int.
@@ -237,19 +231,17 @@ def _model_rules(model: Any) -> Rules:
     return rules
 
 
-def _other_names(model: Any, path: str) -> Iterator[tuple[str, tuple[str, Any]]]:
+def _other_names(model: Any) -> OtherNames:
     """The names that a pydantic model accepts beside the documented ones: those of fields with an alias, and of deprecated fields."""
+    names: OtherNames = {}
     for name, item in model.model_fields.items():
         extra = item.json_schema_extra or {}
         if extra.get("deprecated") and extra.get("set_new_param", True):
             new, switch = extra["new_param"], extra.get("new_param_fn")
-            value = switch(True).model_dump(exclude_unset=True) if switch else None
-            yield path + name, (path + (model.model_fields[new].alias or new), value)
+            names[name] = (model.model_fields[new].alias or new, switch(True).model_dump(exclude_unset=True) if switch else None)
         elif item.alias not in (None, name):
-            yield path + name, (path + item.alias, None)
-        for part in (item.annotation, *typing.get_args(item.annotation)):
-            if hasattr(part, "model_fields"):
-                yield from _other_names(part, f"{path}{item.alias or name}.")
+            names[name] = (item.alias, None)
+    return names
 
 
 def _annotation_rule(annotation: Any) -> Rule:

@@ -49,39 +49,29 @@ def learn_rank() -> None:
         UsageError: names are missing, not numbers, or contradict each other.
     """
     environment = os.environ
-    task = _task()
-    if task is not None:
+    if (task := _task()) is not None:
         # A mistake is printed by one rank of a host, which `launch/errors.py` finds by this name.
         environment.setdefault("LOCAL_RANK", str(task.local_rank))
-        # Inside a task, `torchrun` and `deepspeed` may have started other ranks.
-        if not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
-            for name, value in (("RANK", task.rank), ("WORLD_SIZE", task.size)):
-                if environment.get(name, str(value)) != str(value):
-                    raise UsageError(
-                        f"the environment variable {name} is {environment[name]!r}, and {task.launcher} says {value}; unset {name}"
-                    )
-    if "RANK" in environment:
-        if missing := [name for name in NAMES if not environment.get(name)]:
-            fix = f"unset RANK, because {task.launcher} says which rank this is" if task else f"{START}, or unset RANK to train on one rank"
-            raise UsageError(f"the environment names a rank, but {', '.join(missing)} is empty or not set; {fix}")
-        rank, size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        _check(Task("the environment", rank, size, local_rank, size))
-    elif task is not None and task.size > 1:
-        if not task.master and "MASTER_ADDR" not in environment and task.size > task.local_size:
-            raise UsageError(
-                f"{task.launcher} started {task.size} ranks on several hosts, but does not name the first host; "
-                "set MASTER_ADDR to the host of rank 0"
-            )
+        if {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
+            task = None  # inside the task, `torchrun` or `deepspeed` has started other ranks
+    if task is not None and (task.size > 1 or "RANK" in environment):
+        names = {"RANK": task.rank, "WORLD_SIZE": task.size, "LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_size}
+        for name, value in names.items():
+            if environment.setdefault(name, str(value)) != str(value):
+                raise UsageError(
+                    f"the environment variable {name} is {environment[name]!r}, and {task.launcher} says {value}; unset {name}"
+                )
+        if not task.master and not environment.get("MASTER_ADDR") and task.size > task.local_size:
+            raise UsageError(f"{task.launcher} does not name the first of several hosts; set MASTER_ADDR to the host of rank 0")
         if task.launcher == "srun" and (cores := environment.get("SLURM_CPUS_PER_TASK")):
             environment.setdefault("OMP_NUM_THREADS", cores)  # srun may not have bound the task to its cores
-        environment |= {
-            "RANK": str(task.rank),
-            "WORLD_SIZE": str(task.size),
-            "LOCAL_RANK": str(task.local_rank),
-            "LOCAL_WORLD_SIZE": str(task.local_size),
-            "MASTER_ADDR": environment.get("MASTER_ADDR") or task.master or "127.0.0.1",
-            "MASTER_PORT": environment.get("MASTER_PORT") or str(task.port),
-        }
+        environment["MASTER_ADDR"] = environment.get("MASTER_ADDR") or task.master or "127.0.0.1"
+        environment["MASTER_PORT"] = environment.get("MASTER_PORT") or str(task.port)
+    elif "RANK" in environment:
+        if missing := [name for name in NAMES if not environment.get(name)]:
+            raise UsageError(f"the environment names a rank, but {', '.join(missing)} is empty or not set; {START}, or unset RANK")
+        rank, size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        _check(Task("the environment", rank, size, local_rank, size))
 
 
 def ranks_of_host() -> int | None:
