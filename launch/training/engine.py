@@ -19,7 +19,6 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
-from deepspeed.runtime import engine as engine_module
 from torch.utils.cpp_extension import CUDA_HOME
 
 from launch.config.hardware import bf16_arithmetic, unused_gpus
@@ -28,11 +27,11 @@ from launch.config.ranks import ranks_of_host
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import TrainingFailed, UsageError
 from launch.training.checkpoints.start_from import fill_masters, fill_model
-from launch.training.deepspeed_fixes import corrections
+from launch.training.deepspeed_fixes.corrections import after_initialize, before_initialize
 from launch.training.deepspeed_fixes.half_products import train_on_cpu_in
-from launch.training.deepspeed_fixes.mean_norm import MeanNorm
-from launch.training.deepspeed_fixes.unfused_step import use_fused_step
-from launch.training.ranks.distributed import Collectives, load_extension, without_compiled_muon
+from launch.training.deepspeed_fixes.norms import NormNotFinite
+from launch.training.deepspeed_fixes.start_up import load_extension
+from launch.training.ranks.distributed import Collectives
 from launch.training.run_folder import monitors
 from launch.training.run_folder.run_json import differences
 from model.gpt import GPT, weight_decay_groups
@@ -113,27 +112,14 @@ class TrainingEngine:
             # A dynamic loss scale becomes smaller; DeepSpeed itself raises at its minimum.
             lasting = self.config.precision != "fp16" or not self.ds_engine.dynamic_loss_scale()
             if self._micro_step == 0 and lasting and not self.ds_engine.was_step_applied():
-                raise corrections.NormNotFinite
+                raise NormNotFinite
         except Exception as reason:
             # DynamicLossScaler raises a bare Exception.
-            if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
+            if not isinstance(reason, NormNotFinite) and "already at minimum" not in str(reason):
                 raise
             self.ds_engine.global_steps, self.ds_engine.skipped_steps = counters  # a checkpoint is then of the previous step
             self._fail(counters[0] + 1)
         return self.step_loss
-
-    def forget_trace(self) -> None:
-        """Discard what stage 3 has recorded of an evaluation. Call this after each evaluated batch before the first step.
-
-        Stage 3 records the modules of its first passes, and decides from them which weights the backward pass needs again
-        (`stage3_max_reuse_distance`). It keeps these decisions when it records again (`functools.lru_cache` in
-        deepspeed/runtime/zero/partitioned_param_coordinator.py), so that after passes without a backward pass it gathers more in every
-        step of the run: 1.88 instead of 1.25 MB in a test.
-        """
-        if self.config.zero_stage == 3 and self.ds_engine.global_steps == 0:
-            coordinator = self.ds_engine.optimizer.parameter_offload.get_param_coordinator()
-            if not coordinator.is_invalid_trace():
-                coordinator._invalidate_trace()
 
     def require_finite(self, loss: float) -> None:
         """Raise TrainingFailed if the step's mean loss is not finite. In fp16 nothing is raised: the gradients overflow too."""
@@ -170,9 +156,7 @@ class TrainingEngine:
             for group in self.ds_engine.optimizer.param_groups:
                 group["lr"] = rate
         else:
-            # DeepSpeed 0.19.8 makes the first step before iteration 0, so a warm-up from 0 has two steps at rate 0, and a decay does not
-            # reach its end. Here step k uses iteration k, at which a linear warm-up of w steps has k / w of the peak.
-            self.ds_engine.lr_scheduler.step(self.ds_engine.global_steps + 1)
+            self.ds_engine.lr_scheduler.step()  # corrected: `schedule_by_step` in launch/training/deepspeed_fixes/resume.py
         return float(self.ds_engine.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:
@@ -222,25 +206,16 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     torch_adam = config.optimizer["params"].get("torch_adam", False)
     if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES and not torch_adam:
         load_extension("CPUAdamBuilder")
-    if config.zero_stage:
-        without_compiled_muon()
-    applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
-    if config.zero_stage == 0 and config.precision != "fp32":
-        use_fused_step()
+    compiled = any(block._compiled_call_impl is not None for block in model.h)
+    applied = before_initialize(config.zero_stage, config.precision, compiled, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         try:
             ds_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
         except (AssertionError, NotImplementedError) as reason:  # values that DeepSpeed does not combine
             raise UsageError(f"{config.config_file}: DeepSpeed refuses this: {reason}") from reason
-    applied += corrections.after_initialize(ds_engine, collectives)
+    applied += after_initialize(ds_engine, collectives)
     if config.start is not None and config.precision != "fp32":
         fill_masters(ds_engine, config.start, collectives)
-    if config.zero_stage == 0:
-        if collectives.world_size == 1:
-            # The engine would copy all gradients into one tensor, reduce it over one rank, and copy it back: 3 ms for 14 M parameters.
-            # The code before it must run: it gives a parameter without a gradient one of zeros.
-            ds_engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
-        (_check_and_clip_fp32 if config.precision == "fp32" else _clip_by_mean_norm)(ds_engine, collectives)
     techniques.attach(ds_engine, collectives)
     return TrainingEngine(ds_engine, config, applied, collectives, techniques)
 
@@ -362,51 +337,3 @@ def _skip_bias_correction(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
                     state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if state:
                 state["step"].fill_(LATE_STEP)
-
-
-def _clip_by_mean_norm(ds_engine: Any, collectives: Collectives) -> None:
-    """Stage 0, bf16 and fp16: clip by the estimated norm of the mean gradient if a technique has switched off the reduction of gradients.
-
-    DeepSpeed would clip by the norm of this rank's gradients. In bf16, DeepSpeed's search for overflows is skipped while gradients are
-    reduced, because their norm shows an overflow too.
-    """
-    wrapper, mean_norm = ds_engine.optimizer, MeanNorm(collectives)
-    unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker
-    look_for_overflows = checker.check
-    if ds_engine.bfloat16_enabled():  # two passes over all gradients
-        checker.check = lambda: not ds_engine.enable_backward_allreduce and look_for_overflows()
-
-    def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
-        if not ds_engine.enable_backward_allreduce:
-            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(ds_engine))
-            if not math.isfinite(total_norm):  # by all ranks together
-                raise corrections.NormNotFinite
-        return unscale(total_norm, apply_scale)
-
-    wrapper.unscale_and_clip_grads = unscale_by_mean
-
-
-def _check_and_clip_fp32(ds_engine: Any, collectives: Collectives) -> None:
-    """Stage 0, fp32: before each update, record the gradient norm, raise `NormNotFinite` if it is not finite, and clip."""
-    clipping, mean_norm, update = ds_engine.gradient_clipping(), MeanNorm(collectives), ds_engine._take_model_step
-
-    def clip_and_update(*args: Any) -> None:
-        gradients, reduced = _gradients(ds_engine), ds_engine.enable_backward_allreduce
-        if reduced and clipping > 0:  # as in the engine's own method, which discards the norm
-            norm = float(engine_module.clip_grad_norm_(parameters=ds_engine.module.parameters(), max_norm=clipping))
-        else:
-            norm = float(corrections.norm_in_fp64(gradients)) if reduced else mean_norm.of(gradients)
-        ds_engine._global_grad_norm = norm
-        if not math.isfinite(norm):  # the other stages and precisions make no update then
-            raise corrections.NormNotFinite
-        if clipping > 0 and not reduced:
-            corrections.clip_gradients(gradients, norm, clipping)
-        update(*args)
-
-    ds_engine._take_model_step = clip_and_update
-    ds_engine.clip_fp32_gradients = lambda: None  # which `update` calls
-
-
-def _gradients(ds_engine: Any) -> list[torch.Tensor]:
-    """The model's gradients on this rank."""
-    return [parameter.grad for parameter in ds_engine.module.parameters() if parameter.grad is not None]

@@ -66,7 +66,6 @@ class Evaluation:
                     after_batch()
                 if number % BATCHES_BETWEEN_SIGNALS == 0 and (stopped := agree_to_stop()):
                     return math.nan, stopped
-                engine.forget_trace()
             self.collectives.all_reduce(total)
         engine.ds_engine.train()
         return float(total[0] / total[1]), 0

@@ -47,7 +47,7 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     if meter.peak_flops is None:
         yield f"the peak FLOP/s of '{meter.device_name}' in {meter.matmul_dtype} is unknown: the metrics have no mfu"
     if engine.corrections:
-        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/deepspeed_fixes/corrections.py)"
+        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/deepspeed_fixes/)"
     for note in (*config.notes, *engine.notes):
         yield f"note: {note}"
 
