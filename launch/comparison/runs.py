@@ -29,7 +29,7 @@ WARM_UP_STEPS = 10
 #: The fewest timed steps of a run whose times are compared. The mean of fewer follows a few slow moments of the machine.
 MIN_TIMED_STEPS = 20
 #: Keys whose change by a resume is not remarked.
-NOT_REMARKED = {*NO_EFFECT_ON_NUMBERS, "commit", "machine", "corpus", "histogram_every", "block_similarity"}
+NOT_REMARKED = {*NO_EFFECT_ON_NUMBERS, "commit", "machine", "corpus"}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0

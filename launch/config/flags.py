@@ -152,17 +152,6 @@ def build_parser() -> Parser:
         "s3://bucket/folder (pip install -e .[s3]) or file:///folder; other schemes of fsspec are not tested",
     )
     run.add_argument(
-        "--histogram_every",
-        type=natural,
-        default=0,
-        help="steps between histograms of gradient exponents per layer, with the share that fp16 would flush to zero; 0 is off (0)",
-    )
-    run.add_argument(
-        "--block_similarity",
-        action="store_true",
-        help="at every evaluation, write how much each block changes its input, in norm and direction, to blocks.jsonl and blocks.png",
-    )
-    run.add_argument(
         "--hang_timeout",
         type=natural,
         default=300,

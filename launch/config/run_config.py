@@ -48,7 +48,7 @@ OFFLOADS = tuple(OFFLOAD_STAGES)
 #: Flags that a run takes as they are.
 AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "branch_from"),
-    *("eval_batches", "whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout"),
+    *("eval_batches", "whole_eval", "keep", "checkpoint_store", "spike_rule", "hang_timeout"),
     "quiet",
 )
 #: The folder for `"nvme_path": "auto"`, in the run's folder.
@@ -89,8 +89,6 @@ class RunConfig(RunSettings):
     save_every: int
     keep: int
     checkpoint_store: str | None  # a URL
-    histogram_every: int
-    block_similarity: bool
     spike_rule: str  # "off", "log", "skip" or "rewind"
     hang_timeout: int
     quiet: bool
@@ -239,8 +237,6 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     schedule = resolve_schedule(ds_json, flags, preset, lr, steps, total_tokens)
     fill_optimizer(ds_json, optimizer.get("type", ""))
     ds_json.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
-    if flags.block_similarity and flags.eval_every == 0:
-        ds_json.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     if flags.init_from and flags.branch_from:
         ds_json.fault_of_run("--init_from and --branch_from: each sets the initial weights; give one of them")
     if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):

@@ -38,8 +38,8 @@ from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
 from recipes.technique import Technique
 
-#: The phases of a step, as messages name them.
-FORWARD, BACKWARD, UPDATE, EVALUATION = "forward pass", "backward pass", "update", "evaluation"
+#: The phases of a run, as messages name them.
+FORWARD, BACKWARD, UPDATE, EVALUATION, CHECKPOINT = "forward pass", "backward pass", "update", "evaluation", "checkpoint"
 #: Values of a configuration in which hosts may differ, besides each `nvme_path`: where their files lie, and what is printed.
 OF_A_HOST = ("data", "config_file", "recipe", "init_from", "branch_from", "quiet")
 
@@ -53,7 +53,7 @@ class TrainingEngine:
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
         step_loss: the mean loss of the step's micro-batches so far, on this rank.
-        enter: called with the name of each phase when it begins, e.g. "forward pass" (`launch/training/ranks/heartbeat.py`).
+        on_phase: called with the name of each phase when it begins, e.g. "forward pass".
     """
 
     ds_engine: Any
@@ -63,7 +63,7 @@ class TrainingEngine:
     techniques: Technique
     loss_scale: float = 1.0
     step_loss: torch.Tensor | float = 0.0
-    enter: Callable[[str], None] = lambda place: None
+    on_phase: Callable[[str], None] = lambda phase: None
     _micro_step: int = 0
 
     @property
@@ -78,7 +78,7 @@ class TrainingEngine:
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of (B, T + 1) token ids, where each position predicts the next one; an fp32 scalar."""
-        self.enter(FORWARD if self.ds_engine.training else EVALUATION)
+        self.on_phase(FORWARD if self.ds_engine.training else EVALUATION)
         if self.config.shape.dropout and self.ds_engine.training:
             # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
             place = f"{self.config.seed}/{self.ds_engine.global_steps}/{self._micro_step}/{self.collectives.rank}"
@@ -99,14 +99,14 @@ class TrainingEngine:
         configured = self.config.gradient_accumulation_steps
         self.step_loss = loss.detach() / accumulation + (self.step_loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
-        self.enter(BACKWARD)
+        self.on_phase(BACKWARD)
         self.ds_engine.set_gradient_accumulation_boundary(self._micro_step == 0)
         self.ds_engine.backward(loss if accumulation == configured else loss * (configured / accumulation))
         self.loss_scale = float(getattr(self.ds_engine.optimizer, "loss_scale", 1.0))  # `step` may change it
         if self._micro_step == 0:
             self.techniques.on_gradients()
         counters = self.ds_engine.global_steps, self.ds_engine.skipped_steps
-        self.enter(UPDATE)
+        self.on_phase(UPDATE)
         try:
             self.ds_engine.step()
             # A dynamic loss scale becomes smaller; DeepSpeed itself raises at its minimum.
@@ -120,6 +120,17 @@ class TrainingEngine:
             self.ds_engine.global_steps, self.ds_engine.skipped_steps = counters  # a checkpoint is then of the previous step
             self._fail(counters[0] + 1)
         return self.step_loss
+
+    def skip_updates_if(self, condition: Callable[[], bool]) -> None:
+        """From now on, make no update for which `condition` is true. At stages 1 to 3 it is asked for each group of parameters.
+
+        DeepSpeed calls the optimizer that it wraps at every stage. Without the call, the weights, the moments and their step count stay
+        unchanged, and DeepSpeed clears the gradients as after any step.
+        """
+        wrapper = self.ds_engine.optimizer
+        optimizer = getattr(wrapper, "optimizer", wrapper)
+        update = optimizer.step
+        optimizer.step = lambda *args, **options: None if condition() else update(*args, **options)
 
     def require_finite(self, loss: float) -> None:
         """Raise TrainingFailed if the step's mean loss is not finite. In fp16 nothing is raised: the gradients overflow too."""
