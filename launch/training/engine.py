@@ -78,8 +78,8 @@ class TrainingEngine:
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of (B, T + 1) token ids, where each position predicts the next one; an fp32 scalar."""
-        self.on_phase(FORWARD if self.ds_engine.training else EVALUATION)
-        if self.config.shape.dropout and self.ds_engine.training:
+        self.on_phase(FORWARD if self.ds_engine.module.training else EVALUATION)
+        if self.config.shape.dropout and self.ds_engine.module.training:
             # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
             place = f"{self.config.seed}/{self.ds_engine.global_steps}/{self._micro_step}/{self.collectives.rank}"
             torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big", signed=True))

@@ -40,7 +40,7 @@ def forget_trace_of_evaluation(ds_engine: Any) -> None:
     """
 
     def forget(*_: Any) -> None:
-        if not ds_engine.training and ds_engine.global_steps == 0:
+        if not ds_engine.module.training and ds_engine.global_steps == 0:
             coordinator = ds_engine.optimizer.parameter_offload.get_param_coordinator()
             if not coordinator.is_invalid_trace():
                 coordinator._invalidate_trace()
