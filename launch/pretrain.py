@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Import from the checkout's root, which may not be installed. Python would put this script's folder first, where `launch/config` and
 # `launch/training` would be top-level modules.
@@ -36,6 +36,14 @@ from launch.training.run_folder.folder import NoFolder, RunFolder, check_port, c
 from launch.training.run_folder.monitors import check_monitors
 from recipes.registry import make_techniques
 from recipes.technique import whole_step
+
+if TYPE_CHECKING:  # imports torch and DeepSpeed
+    from data_pipeline.loader import Loader
+    from launch.training.checkpoints.checkpoint import Checkpoints
+    from launch.training.engine import TrainingEngine
+    from launch.training.evaluation import Evaluation
+    from launch.training.meter import Meter
+    from launch.training.spikes import SpikeRule
 
 #: The largest corpus, in bytes, whose hashes rank 0 checks at the start while the others wait: about ten seconds.
 LARGEST_VERIFIED = 10e9
@@ -88,46 +96,110 @@ def main() -> int:
     os._exit(code)
 
 
+class Parts(NamedTuple):
+    """What the loop calls."""
+
+    engine: TrainingEngine
+    loader: Loader
+    checkpoints: Checkpoints
+    observer: Observers
+    spikes: SpikeRule
+    meter: Meter
+    evaluation: Evaluation
+
+    def evaluate(self, state: dict[str, Any], folder: RunFolder | NoFolder) -> None:
+        """Evaluate outside of a step, and write a line of its own."""
+        state["val_loss"] = self.evaluation.loss()
+        own = {"step": state["step"], "tokens": state["tokens"], "seconds": self.meter.seconds(), "val_loss": state["val_loss"]}
+        folder.write_metrics(own)
+
+
 def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, observers: Sequence[Observer] = ()) -> int:
     """Train on this rank. Returns the exit code.
 
     observers: watch the run (`launch/training/observers.py`); the same on all ranks.
     """
+    from launch.training.run_folder.progress import Progress
+
+    parts, state = set_up(config, folder, stop, observers)
+    engine, loader, checkpoints, observer, spikes, meter, evaluation = parts
+    techniques, ranks = engine.techniques, engine.collectives.world_size
+    stop_signal = 0
+    stop.defer()  # from here on a signal takes effect at the end of its step
+    try:
+        with observer.training(), checkpoints, Progress(config, state, folder) as progress:
+            while state["tokens"] < config.total_tokens and not stop_signal:
+                step = state["step"] + 1
+                work = techniques.on_step(step, whole_step(config))
+                tokens = state["tokens"] + work.tokens * ranks
+                observer.on_step(step)
+                meter.start_step()
+                lr = engine.set_learning_rate(tokens)
+                for batch in loader.micro_batches(state["samples"], work.micro_batch_size, work.accumulation):
+                    batch = techniques.on_batch(batch)
+                    observer.on_batch(batch)
+                    step_loss = engine.backward_and_step(engine.loss(batch), work.accumulation)
+                mean_loss, stop_signal = meter.reduce_loss_and_signal(step_loss, stop.poll())
+                metrics = dict(**meter.end_step(work), **techniques.metrics())  # no name may occur twice
+                observer.after_step(step)
+
+                samples = state["samples"] + work.sequences * ranks
+                state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None, "spike_window": spikes.window()}
+                last = tokens >= config.total_tokens
+                saving = bool(stop_signal or last or (config.save_every and step % config.save_every == 0))
+                if config.eval_every and (last or (step % config.eval_every == 0 and not stop_signal)):
+                    state["val_loss"] = evaluation.loss()
+                line = dict(step=step, tokens=tokens, seconds=meter.seconds(), loss=mean_loss, lr=lr, **metrics, **observer.metrics())
+                if state["val_loss"] is not None:
+                    line["val_loss"] = state["val_loss"]
+                folder.write_metrics(line, durable=saving)
+                progress.update(line)
+                engine.require_finite(mean_loss)
+                if rewound := spikes.rewind(state, checkpoints):
+                    state, saving = rewound, False
+                if saving:
+                    checkpoints.save(state, last=bool(stop_signal or last))
+    except TrainingFailed as reason:
+        raise fail(reason, parts, state, config, folder) from None
+    return end(parts, state, stop_signal, config, folder, stop)
+
+
+def set_up(
+    config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, observers: Sequence[Observer]
+) -> tuple[Parts, dict[str, Any]]:
+    """Join the ranks, build the engine, load the checkpoint of a resume, and evaluate the initial weights of a new run.
+
+    Returns the parts and the state: optimizer steps done, tokens and samples consumed, the validation loss after the last step, if it was
+    evaluated, and the losses before it that the spike rule compares with, if it is on.
+    """
     # Here, so that --help does not wait seconds for torch and DeepSpeed.
     from launch.training.checkpoints.checkpoint import Checkpoints, check_shared
     from launch.training.checkpoints.store import CheckpointStore
-    from launch.training.engine import start_engine
+    from launch.training.engine import CHECKPOINT, start_engine
     from launch.training.evaluation import Evaluation
-    from launch.training.histograms import GradientHistograms
     from launch.training.meter import Meter
     from launch.training.ranks.distributed import start_ranks
-    from launch.training.ranks.heartbeat import CHECKPOINT, Heartbeat
-    from launch.training.run_folder.progress import Progress, describe_start
-    from launch.training.similarity import BlockSimilarity
+    from launch.training.ranks.heartbeat import Heartbeat
+    from launch.training.run_folder.progress import describe_start
     from launch.training.spikes import SpikeRule
 
     collectives = start_ranks()
     path = Path(config.runs_dir) / config.run_name
     check_shared(path, collectives)
-    techniques = make_techniques(config)
-    engine = start_engine(config, techniques, collectives)
-    loader = config.training_loader(collectives)
+    engine = start_engine(config, make_techniques(config), collectives)
     checkpoints = Checkpoints(
         path / "checkpoints",
         config.keep,
         engine.ds_engine,
-        techniques,
+        engine.techniques,
         collectives,
         on_failure=stop.request,
         log=folder.log,
         run_id=folder.run_id,
         store=CheckpointStore.of(config),
-        on_wait=lambda: engine.enter(CHECKPOINT),
+        on_wait=lambda: engine.on_phase(CHECKPOINT),
         check_data=config.corpus.check_unchanged,
     )
-
-    # Optimizer steps done, tokens and samples consumed, the validation loss after the last step, if it was evaluated, and the losses
-    # before it that the spike rule compares with, if it is on.
     state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None, "spike_window": None}
     if (config.resume or config.branch_from) and (found := checkpoints.load_newest()):
         state = {key: found.get(key) for key in state}
@@ -139,99 +211,58 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         raise UsageError(f"--init_from {config.init_from}: a host lacks the folder, or has checkpoints that rank 0 lacks")
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
-    histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
-    similarity = [BlockSimilarity(folder)] if config.block_similarity else []
     spikes = SpikeRule(config.spike_rule, folder, collectives, state)
     watched = config.hang_timeout and collectives.world_size > 1
     heartbeat = [Heartbeat(path, config.hang_timeout, state["step"], collectives, folder.log)] if watched else []
-    observer = Observers([*heartbeat, spikes, *histograms, *similarity, *observers])
+    observer = Observers([*heartbeat, spikes, *observers])
+    engine.on_phase = observer.on_phase
     observer.start(engine)
-    evaluation = Evaluation(config, collectives, observer)
+    evaluation = Evaluation(engine)
     folder.log_start(config, describe_start(config, engine, meter, evaluation), state)
-
-    def evaluate() -> None:
-        """Evaluate outside of a step, and write a line of its own."""
-        state["val_loss"] = evaluation.loss(engine, state["step"])
-        own = {"step": state["step"], "tokens": state["tokens"], "seconds": meter.seconds(), "val_loss": state["val_loss"]}
-        folder.write_metrics(own)
-
+    loader = config.training_loader(collectives)
+    parts = Parts(engine, loader, checkpoints, observer, spikes, meter, evaluation)
+    weights = f"the weights of {config.init_from}" if config.init_from else "untrained"
     if state["step"] == 0 and config.eval_every:
-        evaluate()
-        weights = f"the weights of {config.init_from}" if config.init_from else "untrained"
+        parts.evaluate(state, folder)
         folder.log(f"step 0, {weights}: validation {state['val_loss']:.4f}")
     elif state["step"] == 0 and config.init_from:
-        folder.log(f"step 0, the weights of {config.init_from}")
+        folder.log(f"step 0, {weights}")
+    return parts, state
 
-    stopped = 0
-    stop.defer()  # from here on a signal takes effect at the end of its step
-    try:
-        with observer.training(), checkpoints, Progress(config, state, folder) as progress:
-            while state["tokens"] < config.total_tokens and not stopped:
-                step = state["step"] + 1
-                work = techniques.on_step(step, whole_step(config))
-                tokens = state["tokens"] + work.tokens * collectives.world_size
-                observer.on_step(step)
-                meter.start_step()
-                lr = engine.set_learning_rate(tokens)
-                for batch in loader.micro_batches(state["samples"], work.micro_batch_size, work.accumulation):
-                    batch = techniques.on_batch(batch)
-                    observer.on_batch(batch)
-                    step_loss = engine.backward_and_step(engine.loss(batch), work.accumulation)
-                mean_loss, stopped = meter.reduce_loss_and_signal(step_loss, stop.poll())
-                metrics = dict(**meter.end_step(work), **techniques.metrics())  # no name may occur twice
-                observer.after_step(step)
 
-                samples = state["samples"] + work.sequences * collectives.world_size
-                state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None, "spike_window": spikes.window()}
-                last = tokens >= config.total_tokens
-                saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
-                if config.eval_every and (last or (step % config.eval_every == 0 and not stopped)):
-                    state["val_loss"] = evaluation.loss(engine, step)
-                line = dict(
-                    step=step,
-                    tokens=tokens,
-                    seconds=meter.seconds(),
-                    loss=mean_loss,
-                    lr=lr,
-                    **metrics,
-                    **observer.metrics(),
-                )
-                folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
-                progress.update(line, state)
-                engine.require_finite(mean_loss)
-                if rewound := spikes.rewind(state, checkpoints):
-                    state, saving = rewound, False
-                if saving:
-                    checkpoints.save(state, last=bool(stopped or last))
-    except TrainingFailed as reason:
-        # The gradients were not finite and no update was made, or the loss was not finite. Save only if an earlier update has not broken
-        # the weights. Before the first update there is nothing to save: a resume starts with the same weights.
-        if not state["step"]:
-            reason = TrainingFailed(f"{reason}; {what_resume_does(checkpoints.folder)}")
-        elif engine.weights_are_finite():
-            try:
-                saved = checkpoints.save(state, last=True)
-            except (SystemExit, TrainingFailed):  # it could not be written, or the corpus has changed
-                folder.log_failure(config, str(reason))
-                raise
-            reason = TrainingFailed(f"{reason}; --resume continues from {saved}")
-        else:
-            what = f"the weights contain NaN or Inf and were not saved; {what_resume_does(checkpoints.folder)}"
-            reason = TrainingFailed(f"{reason}; {what}")
-        folder.log_failure(config, str(reason))
-        checkpoints.finish_uploads(lambda: signal.SIGTERM)
-        raise reason from None
+def fail(reason: TrainingFailed, parts: Parts, state: dict[str, Any], config: RunConfig, folder: RunFolder | NoFolder) -> TrainingFailed:
+    """After a step whose gradients (then no update was made) or loss are not finite: save, unless an earlier update has broken the weights.
 
-    if config.eval_every and not stopped and state["val_loss"] is None:  # a resume that ends the run at a step without an evaluation
-        evaluate()
-    if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
-        loss, stopped = evaluation.loss_of_whole_split(engine, lambda: meter.reduce_loss_and_signal(0.0, stop.poll())[1])
-        if not stopped:
+    Before the first update there is nothing to save: a resume starts with the same weights. Returns `reason` with what a resume does.
+    """
+    checkpoints = parts.checkpoints
+    what = what_resume_does(checkpoints.folder)
+    if state["step"] and parts.engine.weights_are_finite():
+        try:
+            what = f"--resume continues from {checkpoints.save(state, last=True)}"
+        except (SystemExit, TrainingFailed):  # it could not be written, or the corpus has changed
+            folder.log_failure(config, str(reason))
+            raise
+    elif state["step"]:
+        what = f"the weights contain NaN or Inf and were not saved; {what}"
+    reason = TrainingFailed(f"{reason}; {what}")
+    folder.log_failure(config, str(reason))
+    checkpoints.finish_uploads(lambda: signal.SIGTERM)
+    return reason
+
+
+def end(parts: Parts, state: dict[str, Any], stop_signal: int, config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) -> int:
+    """Evaluate what is left, close the log, and wait for uploads. Returns the exit code."""
+    if config.eval_every and not stop_signal and state["val_loss"] is None:  # a resume that ends the run at a step without an evaluation
+        parts.evaluate(state, folder)
+    if config.whole_eval and not stop_signal:  # after the checkpoint: it may take long, and a resume repeats it
+        loss, stop_signal = parts.evaluation.loss_of_whole_split(lambda: parts.meter.reduce_loss_and_signal(0.0, stop.poll())[1])
+        if not stop_signal:
             state["whole_val_loss"] = loss
-    folder.log_end(config, state, stopped)
-    if not checkpoints.finish_uploads(lambda: stopped or stop.poll()):
-        stopped = stopped or stop.poll()  # a resume uploads the checkpoint
-    return exit_code(stopped) if stopped else 0
+    folder.log_end(config, state, stop_signal)
+    if not parts.checkpoints.finish_uploads(lambda: stop_signal or stop.poll()):
+        stop_signal = stop_signal or stop.poll()  # a resume uploads the checkpoint
+    return exit_code(stop_signal) if stop_signal else 0
 
 
 if __name__ == "__main__":

@@ -74,14 +74,14 @@ class StepWork(NamedTuple):
         accumulation: micro-batches of the step.
         seq_len: tokens of a row.
         rows_per_sequence: number of rows that each sequence is cut into.
-        kept_blocks: the FLOPs of the blocks that run, divided by the FLOPs of one whole block; None if no technique skips any.
+        block_flops: the FLOPs of the blocks that run, divided by the FLOPs of one whole block; None if no technique skips any.
     """
 
     micro_batch_size: int
     accumulation: int
     seq_len: int
     rows_per_sequence: int = 1
-    kept_blocks: float | None = None
+    block_flops: float | None = None
 
     @property
     def sequences(self) -> int:

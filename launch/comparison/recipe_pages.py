@@ -32,7 +32,7 @@ from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from launch.errors import run_command
 from launch.formats.files import read_committed
 from launch.formats.metrics import read_metrics
-from launch.training.run_folder.picture import draw_blocks, draw_exponents, draw_loss
+from launch.training.run_folder.picture import draw_loss
 from launch.training.run_folder.run_json import commits_of
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
 
@@ -57,8 +57,6 @@ PURPOSES = {"bytes": "fewer bytes", "step_time": "time or memory", "loss": "loss
 #: Single runs that a page shows: the file with the run's lines, and what draws the picture beside it.
 RUNS: dict[str, Callable[[list[dict[str, Any]], Path], None]] = {
     "benchmarks/make_pretrain.jsonl": partial(draw_loss, title="make pretrain: nano, ZeRO 1, bf16", initial_loss=math.log(8192)),
-    "recipes/fp16_dynamic_loss_scale/histograms.jsonl": lambda lines, picture: draw_exponents(lines[-1], picture, "nano"),
-    "recipes/progressive_layer_drop/blocks.jsonl": partial(draw_blocks, name="micro with layer dropping, seed 1"),
 }
 #: Fields of a testbed.json on which the numbers of its runs depend. No testbed has "ranks" any more; published plans have it as null.
 SETTING = ("flags", "tuned", "target_loss", "ranks")

@@ -206,7 +206,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rate = learning_rate(config)
     stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
     for steps in steps_of_run(config, techniques, stride):
-        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.kept_blocks)
+        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.block_flops)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these

@@ -243,19 +243,6 @@ class RunValues:
         help="also upload each complete checkpoint to this object store while training continues; --resume reads from it too: "
         "s3://bucket/folder (pip install -e .[s3]) or file:///folder; other schemes of fsspec are not tested",
     )
-    histogram_every: int = value(
-        RUN,
-        RECORD,
-        type=_natural,
-        default=0,
-        help="steps between histograms of gradient exponents per layer, with the share that fp16 would flush to zero; 0 is off (0)",
-    )
-    block_similarity: bool = value(
-        RUN,
-        RECORD,
-        action="store_true",
-        help="at every evaluation, write how much each block changes its input, in norm and direction, to blocks.jsonl and blocks.png",
-    )
     hang_timeout: int = value(
         RUN,
         START,

@@ -202,8 +202,6 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     schedule = resolve_schedule(ds_json, flags, preset, lr, steps, total_tokens)
     fill_optimizer(ds_json, optimizer.get("type", ""))
     ds_json.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
-    if flags.block_similarity and flags.eval_every == 0:
-        ds_json.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     if flags.init_from and flags.branch_from:
         ds_json.fault_of_run("--init_from and --branch_from: each sets the initial weights; give one of them")
     if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):

@@ -19,7 +19,6 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
-from deepspeed.runtime import engine as engine_module
 from torch.utils.cpp_extension import CUDA_HOME
 
 from launch.config.flags import VALUES
@@ -29,19 +28,19 @@ from launch.config.ranks import ranks_of_host
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import TrainingFailed, UsageError
 from launch.training.checkpoints.start_from import fill_masters, fill_model
-from launch.training.deepspeed_fixes import corrections
+from launch.training.deepspeed_fixes.corrections import after_initialize, before_initialize
 from launch.training.deepspeed_fixes.half_products import train_on_cpu_in
-from launch.training.deepspeed_fixes.mean_norm import MeanNorm
-from launch.training.deepspeed_fixes.unfused_step import use_fused_step
-from launch.training.ranks.distributed import Collectives, load_extension, without_compiled_muon
+from launch.training.deepspeed_fixes.norms import NormNotFinite
+from launch.training.deepspeed_fixes.start_up import load_extension
+from launch.training.ranks.distributed import Collectives
 from launch.training.run_folder import monitors
 from launch.training.run_folder.run_json import differences
 from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
 from recipes.technique import Technique
 
-#: The phases of a step, as messages name them.
-FORWARD, BACKWARD, UPDATE, EVALUATION = "forward pass", "backward pass", "update", "evaluation"
+#: The phases of a run, as messages name them.
+FORWARD, BACKWARD, UPDATE, EVALUATION, CHECKPOINT = "forward pass", "backward pass", "update", "evaluation", "checkpoint"
 
 
 @dataclass
@@ -53,7 +52,7 @@ class TrainingEngine:
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
         step_loss: the mean loss of the step's micro-batches so far, on this rank.
-        enter: called with the name of each phase when it begins, e.g. "forward pass" (`launch/training/ranks/heartbeat.py`).
+        on_phase: called with the name of each phase when it begins, e.g. "forward pass".
     """
 
     ds_engine: Any
@@ -63,7 +62,7 @@ class TrainingEngine:
     techniques: Technique
     loss_scale: float = 1.0
     step_loss: torch.Tensor | float = 0.0
-    enter: Callable[[str], None] = lambda place: None
+    on_phase: Callable[[str], None] = lambda phase: None
     _micro_step: int = 0
 
     @property
@@ -78,8 +77,8 @@ class TrainingEngine:
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of (B, T + 1) token ids, where each position predicts the next one; an fp32 scalar."""
-        self.enter(FORWARD if self.ds_engine.training else EVALUATION)
-        if self.config.shape.dropout and self.ds_engine.training:
+        self.on_phase(FORWARD if self.ds_engine.module.training else EVALUATION)
+        if self.config.shape.dropout and self.ds_engine.module.training:
             # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
             place = f"{self.config.seed}/{self.ds_engine.global_steps}/{self._micro_step}/{self.collectives.rank}"
             torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big", signed=True))
@@ -99,40 +98,38 @@ class TrainingEngine:
         configured = self.config.gradient_accumulation_steps
         self.step_loss = loss.detach() / accumulation + (self.step_loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
-        self.enter(BACKWARD)
+        self.on_phase(BACKWARD)
         self.ds_engine.set_gradient_accumulation_boundary(self._micro_step == 0)
         self.ds_engine.backward(loss if accumulation == configured else loss * (configured / accumulation))
         self.loss_scale = float(getattr(self.ds_engine.optimizer, "loss_scale", 1.0))  # `step` may change it
         if self._micro_step == 0:
             self.techniques.on_gradients()
         counters = self.ds_engine.global_steps, self.ds_engine.skipped_steps
-        self.enter(UPDATE)
+        self.on_phase(UPDATE)
         try:
             self.ds_engine.step()
             # A dynamic loss scale becomes smaller; DeepSpeed itself raises at its minimum.
             lasting = self.config.precision != "fp16" or not self.ds_engine.dynamic_loss_scale()
             if self._micro_step == 0 and lasting and not self.ds_engine.was_step_applied():
-                raise corrections.NormNotFinite
+                raise NormNotFinite
         except Exception as reason:
             # DynamicLossScaler raises a bare Exception.
-            if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
+            if not isinstance(reason, NormNotFinite) and "already at minimum" not in str(reason):
                 raise
             self.ds_engine.global_steps, self.ds_engine.skipped_steps = counters  # a checkpoint is then of the previous step
             self._fail(counters[0] + 1)
         return self.step_loss
 
-    def forget_trace(self) -> None:
-        """Discard what stage 3 has recorded of an evaluation. Call this after each evaluated batch before the first step.
+    def skip_updates_if(self, condition: Callable[[], bool]) -> None:
+        """From now on, make no update for which `condition` is true. At stages 1 to 3 it is asked for each group of parameters.
 
-        Stage 3 records the modules of its first passes, and decides from them which weights the backward pass needs again
-        (`stage3_max_reuse_distance`). It keeps these decisions when it records again (`functools.lru_cache` in
-        deepspeed/runtime/zero/partitioned_param_coordinator.py), so that after passes without a backward pass it gathers more in every
-        step of the run: 1.88 instead of 1.25 MB in a test.
+        DeepSpeed calls the optimizer that it wraps at every stage. Without the call, the weights, the moments and their step count stay
+        unchanged, and DeepSpeed clears the gradients as after any step.
         """
-        if self.config.zero_stage == 3 and self.ds_engine.global_steps == 0:
-            coordinator = self.ds_engine.optimizer.parameter_offload.get_param_coordinator()
-            if not coordinator.is_invalid_trace():
-                coordinator._invalidate_trace()
+        wrapper = self.ds_engine.optimizer
+        optimizer = getattr(wrapper, "optimizer", wrapper)
+        update = optimizer.step
+        optimizer.step = lambda *args, **options: None if condition() else update(*args, **options)
 
     def require_finite(self, loss: float) -> None:
         """Raise TrainingFailed if the step's mean loss is not finite. In fp16 nothing is raised: the gradients overflow too."""
@@ -169,9 +166,7 @@ class TrainingEngine:
             for group in self.ds_engine.optimizer.param_groups:
                 group["lr"] = rate
         else:
-            # DeepSpeed 0.19.8 makes the first step before iteration 0, so a warm-up from 0 has two steps at rate 0, and a decay does not
-            # reach its end. Here step k uses iteration k, at which a linear warm-up of w steps has k / w of the peak.
-            self.ds_engine.lr_scheduler.step(self.ds_engine.global_steps + 1)
+            self.ds_engine.lr_scheduler.step()  # corrected: `schedule_by_step` in launch/training/deepspeed_fixes/resume.py
         return float(self.ds_engine.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:
@@ -221,25 +216,16 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     torch_adam = config.optimizer["params"].get("torch_adam", False)
     if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES and not torch_adam:
         load_extension("CPUAdamBuilder")
-    if config.zero_stage:
-        without_compiled_muon()
-    applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
-    if config.zero_stage == 0 and config.precision != "fp32":
-        use_fused_step()
+    compiled = any(block._compiled_call_impl is not None for block in model.h)
+    applied = before_initialize(config.zero_stage, config.precision, compiled, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         try:
             ds_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
         except (AssertionError, NotImplementedError) as reason:  # values that DeepSpeed does not combine
             raise UsageError(f"{config.config_file}: DeepSpeed refuses this: {reason}") from reason
-    applied += corrections.after_initialize(ds_engine, collectives)
+    applied += after_initialize(ds_engine, collectives)
     if config.start is not None and config.precision != "fp32":
         fill_masters(ds_engine, config.start, collectives)
-    if config.zero_stage == 0:
-        if collectives.world_size == 1:
-            # The engine would copy all gradients into one tensor, reduce it over one rank, and copy it back: 3 ms for 14 M parameters.
-            # The code before it must run: it gives a parameter without a gradient one of zeros.
-            ds_engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
-        (_check_and_clip_fp32 if config.precision == "fp32" else _clip_by_mean_norm)(ds_engine, collectives)
     techniques.attach(ds_engine, collectives)
     return TrainingEngine(ds_engine, config, applied, collectives, techniques)
 
@@ -360,51 +346,3 @@ def _skip_bias_correction(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
                     state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if state:
                 state["step"].fill_(LATE_STEP)
-
-
-def _clip_by_mean_norm(ds_engine: Any, collectives: Collectives) -> None:
-    """Stage 0, bf16 and fp16: clip by the estimated norm of the mean gradient if a technique has switched off the reduction of gradients.
-
-    DeepSpeed would clip by the norm of this rank's gradients. In bf16, DeepSpeed's search for overflows is skipped while gradients are
-    reduced, because their norm shows an overflow too.
-    """
-    wrapper, mean_norm = ds_engine.optimizer, MeanNorm(collectives)
-    unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker
-    look_for_overflows = checker.check
-    if ds_engine.bfloat16_enabled():  # two passes over all gradients
-        checker.check = lambda: not ds_engine.enable_backward_allreduce and look_for_overflows()
-
-    def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
-        if not ds_engine.enable_backward_allreduce:
-            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(ds_engine))
-            if not math.isfinite(total_norm):  # by all ranks together
-                raise corrections.NormNotFinite
-        return unscale(total_norm, apply_scale)
-
-    wrapper.unscale_and_clip_grads = unscale_by_mean
-
-
-def _check_and_clip_fp32(ds_engine: Any, collectives: Collectives) -> None:
-    """Stage 0, fp32: before each update, record the gradient norm, raise `NormNotFinite` if it is not finite, and clip."""
-    clipping, mean_norm, update = ds_engine.gradient_clipping(), MeanNorm(collectives), ds_engine._take_model_step
-
-    def clip_and_update(*args: Any) -> None:
-        gradients, reduced = _gradients(ds_engine), ds_engine.enable_backward_allreduce
-        if reduced and clipping > 0:  # as in the engine's own method, which discards the norm
-            norm = float(engine_module.clip_grad_norm_(parameters=ds_engine.module.parameters(), max_norm=clipping))
-        else:
-            norm = float(corrections.norm_in_fp64(gradients)) if reduced else mean_norm.of(gradients)
-        ds_engine._global_grad_norm = norm
-        if not math.isfinite(norm):  # the other stages and precisions make no update then
-            raise corrections.NormNotFinite
-        if clipping > 0 and not reduced:
-            corrections.clip_gradients(gradients, norm, clipping)
-        update(*args)
-
-    ds_engine._take_model_step = clip_and_update
-    ds_engine.clip_fp32_gradients = lambda: None  # which `update` calls
-
-
-def _gradients(ds_engine: Any) -> list[torch.Tensor]:
-    """The model's gradients on this rank."""
-    return [parameter.grad for parameter in ds_engine.module.parameters() if parameter.grad is not None]

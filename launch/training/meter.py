@@ -46,17 +46,17 @@ class Meter:
         self._start += self.interleaving.wait()
         self._step_start, self._bytes_before = time.perf_counter(), self.collectives.bytes_sent
 
-    def reduce_loss_and_signal(self, loss: torch.Tensor | float, stop_signal: int) -> tuple[float, int]:
+    def reduce_loss_and_signal(self, loss: torch.Tensor | float, own_signal: int) -> tuple[float, int]:
         """The mean of `loss` over the ranks, and the signal for which all of them stop after this step (0: none).
 
         If ranks got different signals, it is the first of them in `STOPPING`.
         """
-        signals = [float(stop_signal == number) for number in STOPPING]
+        signals = [float(own_signal == number) for number in STOPPING]
         shared = torch.tensor([0.0, *signals], dtype=torch.float64, device=self.collectives.device)
         shared[0] = loss
         total, *ranks = self.collectives.all_reduce(shared).tolist()
-        stopped = next((int(number) for number, count in zip(STOPPING, ranks, strict=True) if count), 0)
-        return total / self.collectives.world_size, stopped
+        stop_signal = next((int(number) for number, count in zip(STOPPING, ranks, strict=True) if count), 0)
+        return total / self.collectives.world_size, stop_signal
 
     def end_step(self, work: StepWork) -> dict[str, Any]:
         """The measurements of a step that followed `work`. Call after `reduce_loss_and_signal`, which waits for the device.
@@ -73,9 +73,9 @@ class Meter:
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
         model = self.engine.config.model_config
-        per_token = flops_per_token(model, work.seq_len, work.kept_blocks)
+        per_token = flops_per_token(model, work.seq_len, work.block_flops)
         metrics["flops"] = per_token * work.tokens * self.collectives.world_size
-        if work.kept_blocks is not None:
+        if work.block_flops is not None:
             metrics["skipped_flops"] = 1 - per_token / flops_per_token(model, work.seq_len)
         if self.peak_flops is not None:
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)

@@ -1,7 +1,7 @@
 """Observers are called at fixed places of a training run: `train(config, folder, stop, observers=[...])`.
 
-The heartbeat, the spike rule, gradient histograms and block similarity are observers; tests and benchmarks pass their own. Two of them act
-on the run: the spike rule may skip updates or rewind, and the heartbeat ends a run that hangs.
+The heartbeat and the spike rule are observers; tests and benchmarks pass their own. These two act on the run: the spike rule may skip
+updates or rewind, and the heartbeat ends a run that hangs.
 """
 
 from __future__ import annotations
@@ -32,19 +32,15 @@ class Observer:
     def on_batch(self, tokens: torch.Tensor) -> None:
         """Called before the forward pass of each micro-batch, (rows, length + 1) token ids."""
 
+    def on_phase(self, phase: str) -> None:
+        """Called when this rank begins a `phase` that `launch/training/engine.py` names, e.g. "forward pass"."""
+
     def after_step(self, step: int) -> None:
         """Called after the update of `step`."""
 
     def metrics(self) -> dict[str, float]:
         """Values for the step's line in `metrics.jsonl`, after `after_step`."""
         return {}
-
-    def evaluation(self, step: int) -> AbstractContextManager[None]:
-        """The context in which the model is evaluated after `step`."""
-        return nullcontext()
-
-    def after_evaluated_batch(self) -> None:
-        """Called after the forward pass of each evaluated batch, except fillers, which a rank runs so that all run equally many."""
 
 
 class Observers(Observer):
@@ -72,20 +68,13 @@ class Observers(Observer):
         for member in self.members:
             member.on_batch(tokens)
 
+    def on_phase(self, phase: str) -> None:
+        for member in self.members:
+            member.on_phase(phase)
+
     def after_step(self, step: int) -> None:
         for member in self.members:
             member.after_step(step)
 
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}
-
-    @contextmanager
-    def evaluation(self, step: int) -> Iterator[None]:
-        with ExitStack() as inside:
-            for member in self.members:
-                inside.enter_context(member.evaluation(step))
-            yield
-
-    def after_evaluated_batch(self) -> None:
-        for member in self.members:
-            member.after_evaluated_batch()

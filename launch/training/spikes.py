@@ -9,8 +9,8 @@ OLMo-core's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py), with t
   sqrt(128 / k - 1) standard deviations above the mean. Here spikes are left out. After `LIMIT` in succession the window is cleared, because
   the loss then has another level.
 
-The rule acts when DeepSpeed calls the optimizer that it wraps, which it does at every ZeRO stage. Without the update, the weights, the
-moments and their step count stay unchanged, and DeepSpeed clears the gradients as after any step. Learning rate and data position advance.
+The rule acts just before the update. Without the update, the weights, the moments and their step count stay unchanged. Learning rate and
+data position advance.
 
 A rewind loads the newest checkpoint that passes verification, and continues with the data after the spike, so that the batches from the
 checkpoint up to and including the spike are left out (PaLM, https://arxiv.org/abs/2204.02311, section 5.1).
@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +115,15 @@ class SpikeRule(Observer):
         if self.rule == "off":
             return
         self._engine = engine
-        wrapper = engine.ds_engine.optimizer
-        optimizer = getattr(wrapper, "optimizer", wrapper)
-        optimizer.step = self._unless_skipped(optimizer.step)
+        engine.skip_updates_if(self._skips)
 
-    def _unless_skipped(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **options: Any) -> Any:
-            if self._loss is None:  # stages 1 to 3 call it for each group
-                own = torch.tensor([float(self._engine.step_loss)], dtype=torch.float64, device=self.collectives.device)
-                self._loss = float(self.collectives.all_reduce(own)) / self.collectives.world_size
-                self._deviations = self._window.deviations(self._loss)
-            return None if self._is_spike and self.rule != "log" else update(*args, **options)
-
-        return step
+    def _skips(self) -> bool:
+        """Whether to skip the update of this step. All ranks call this together."""
+        if self._loss is None:  # stages 1 to 3 ask for each group
+            own = torch.tensor([float(self._engine.step_loss)], dtype=torch.float64, device=self.collectives.device)
+            self._loss = float(self.collectives.all_reduce(own)) / self.collectives.world_size
+            self._deviations = self._window.deviations(self._loss)
+        return self._is_spike and self.rule != "log"
 
     def on_step(self, step: int) -> None:
         self._loss, self._deviations = None, 0.0

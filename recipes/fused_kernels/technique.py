@@ -214,12 +214,6 @@ class FusedKernels(Technique):
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
-        if self.run.zero_stage == 3:
-            from recipes.fused_kernels.zero3_linear import add_bias_out_of_place, compiled_gradients_are_lost  # imports DeepSpeed
-
-            if compiled_gradients_are_lost():
-                add_bias_out_of_place()
-                self._say("compile", f"torch {torch.__version__} compiles DeepSpeed's linear layers of stage 3 wrongly; corrected")
 
 
 def _has_liger() -> bool:

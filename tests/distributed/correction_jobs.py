@@ -12,7 +12,8 @@ import torch
 
 from launch.config.run_config import resolve
 from launch.errors import TrainingFailed
-from launch.training.deepspeed_fixes import corrections
+from launch.training.deepspeed_fixes import loss_scale, offload, stage_0, stale_gradients
+from launch.training.deepspeed_fixes.norms import norm_in_fp64
 from launch.training.engine import TrainingEngine, start_engine
 from launch.training.ranks.distributed import start_ranks
 from model.gpt import run_all_blocks
@@ -20,16 +21,17 @@ from recipes.masters import master_weights
 from recipes.technique import Techniques
 from tests.distributed.reference import run_all_but
 
-CORRECTIONS = (
-    "keep_weights_at_start",
-    "take_norms_in_fp64",
-    "scale_like_zero",
-    "scale_loss",
-    "grow_scale_after_the_update",
-    "forget_gradients",
-    "derive_bias_correction_from_step",
-    "load_optimizer_on_drive",
-)
+#: Correction -> the module that has it.
+CORRECTIONS = {
+    "keep_weights_at_start": stage_0,
+    "take_norms_in_fp64": stage_0,
+    "scale_like_zero": loss_scale,
+    "scale_loss": loss_scale,
+    "grow_scale_after_the_update": loss_scale,
+    "forget_gradients": stale_gradients,
+    "derive_bias_correction_from_step": offload,
+    "load_optimizer_on_drive": offload,
+}
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
 
 
@@ -46,7 +48,7 @@ def remember_engine_as_shipped() -> None:
     ]
     methods = ("__init__", "initialize_optimizer_states", "state_dict", "load_state_dict", "step")
     wrapper = [(unfused_optimizer.FP16_UnfusedOptimizer, name) for name in methods]
-    ours = [(corrections, name) for name in CORRECTIONS]
+    ours = [(module, name) for name, module in CORRECTIONS.items()]
     _shipped[:] = [(place, name, getattr(place, name)) for place, name in (*norms, *wrapper, *ours) if hasattr(place, name)]
 
 
@@ -70,7 +72,7 @@ def engine_as_shipped() -> Iterator[None]:
 def start(corpus: str, stage: int, precision: str, *flags: str, without: str | None = None) -> TrainingEngine:
     """Start an engine with all corrections, or without the one named. Only inside `engine_as_shipped`."""
     if without:
-        setattr(corrections, without, lambda *_: None)
+        setattr(CORRECTIONS[without], without, lambda *_: None)
     config, _ = resolve(["--deepspeed_config", f"ds_configs/zero{stage}_{precision}.json", "--data", corpus, *TINY, "--quiet", *flags])
     return start_engine(config, Techniques(), start_ranks())
 
@@ -135,7 +137,7 @@ def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = 
         engine.ds_engine.optimizer.param_groups[0]["lr"] = 1.0
         engine.backward_and_step(engine.loss(one_batch(engine)), 1)
         after = [p.detach().float() for p in engine.ds_engine.module.parameters()]
-        update = float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)]))
+        update = float(norm_in_fp64([a - b for a, b in zip(after, before, strict=True)]))
         return {"update": update, "norm": engine.step_metrics()["grad_norm"], "applied": engine.corrections}
 
 
@@ -157,7 +159,7 @@ def update_while_the_scale_grows(corpus: str, stage: int, offload: bool = False,
                 group["lr"] = 1e-4
             engine.backward_and_step(engine.loss(one_batch(engine)), 1)
             after = [master.tensor.detach() for master in master_weights(engine.ds_engine)]
-            sizes.append(float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)])))
+            sizes.append(float(norm_in_fp64([a - b for a, b in zip(after, before, strict=True)])))
             norms.append(engine.step_metrics()["grad_norm"])
         assert engine.ds_engine.optimizer.loss_scale > 16.0
         return {"sizes": sizes, "norms": norms, "applied": engine.corrections}
@@ -211,21 +213,21 @@ def probe_on_an_engine_that_forgets(corpus: str, stage: int, offload: bool) -> b
     with engine_as_shipped():
         flags = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'] if offload else []
         engine = start(corpus, stage, "fp32", *flags)
-        return with_every_engine_mended(corrections.forget_gradients, lambda: corrections.gradients_go_stale(engine.ds_engine))
+        return with_every_engine_mended(stale_gradients.forget_gradients, lambda: stale_gradients.gradients_go_stale(engine.ds_engine))
 
 
 def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:
     """What the probes say, and what is applied, where the engine has already been mended (here: by our own corrections)."""
     with engine_as_shipped():
-        corrections.keep_weights_at_start()
-        corrections.take_norms_in_fp64()
-        corrections.scale_like_zero()
+        stage_0.keep_weights_at_start()
+        stage_0.take_norms_in_fp64()
+        loss_scale.scale_like_zero()
         engine = start(corpus, 0, "fp16")
-        again = corrections.loss_is_not_scaled(engine.ds_engine)
+        again = loss_scale.loss_is_not_scaled(engine.ds_engine)
         return {
-            "unfused_optimizer_steps_at_start": corrections.unfused_optimizer_steps_at_start(),
-            "engine_norm_is_inaccurate": corrections.engine_norm_is_inaccurate(),
-            "unfused_loss_scale_misbehaves": corrections.unfused_loss_scale_misbehaves(),
+            "unfused_optimizer_steps_at_start": stage_0.unfused_optimizer_steps_at_start(),
+            "engine_norm_is_inaccurate": stage_0.engine_norm_is_inaccurate(),
+            "unfused_loss_scale_misbehaves": loss_scale.unfused_loss_scale_misbehaves(),
             "loss_is_not_scaled": again,
             "applied": [name for name in engine.corrections if name != "scale_loss"],
         }
@@ -310,15 +312,15 @@ def resumed_from_a_drive(corpus: str, runs: str, without: str | None = None) -> 
     with engine_as_shipped():
         first = started()
         losses(first, range(1, 4))
-        first.deepspeed.save_checkpoint(runs, tag=f"saved-{without}")
+        first.ds_engine.save_checkpoint(runs, tag=f"saved-{without}")
         uninterrupted = losses(first, range(4, 6))
         second = started()
-        second.deepspeed.load_checkpoint(runs, tag=f"saved-{without}")
+        second.ds_engine.load_checkpoint(runs, tag=f"saved-{without}")
         return {
             "uninterrupted": uninterrupted,
             "resumed": losses(second, range(4, 6)),
             "probe_on_a_mended_engine": with_every_engine_mended(
-                corrections.load_optimizer_on_drive,
-                lambda: corrections.optimizer_on_drive_is_not_loaded(second.deepspeed, second.collectives),
+                offload.load_optimizer_on_drive,
+                lambda: offload.optimizer_on_drive_is_not_loaded(second.ds_engine, second.collectives),
             ),
         }

@@ -86,14 +86,14 @@ def pretrain_with_digest(flags: list[str]) -> dict[str, Any]:
     """The lines of the metrics of a run, and this rank's digest of the weights after the last step."""
     with started_engines() as started:
         lines = pretrain(flags)
-        return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}
+        return {"lines": lines, "digest": weights_digest(started[0].ds_engine)}
 
 
 def settings_after(flags: list[str]) -> tuple[list[dict[str, Any]], float]:
     """Of each group of parameters after a run: the settings of its optimizer. And the norm to which gradients are clipped."""
     with started_engines() as started:
         pretrain(flags)
-        engine = started[0].deepspeed
+        engine = started[0].ds_engine
         clipping = getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
         settings = ("betas", "eps", "weight_decay", "momentum")
         return [{key: group[key] for key in settings if key in group} for group in engine.optimizer.param_groups], clipping
@@ -129,7 +129,7 @@ def loss_scaler_after(flags: list[str]) -> dict[str, Any]:
     """The state and the rule of the loss scale after a run."""
     with started_engines() as started:
         pretrain(flags)
-        optimizer = started[0].deepspeed.optimizer
+        optimizer = started[0].ds_engine.optimizer
         return dict(vars(optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config))
 
 

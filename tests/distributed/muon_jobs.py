@@ -12,7 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.training.ranks.distributed import load_extension, start_ranks, without_compiled_muon
+from launch.training.deepspeed_fixes.start_up import load_extension, without_compiled_muon
+from launch.training.ranks.distributed import start_ranks
 from model.gpt import GPT, weight_decay_groups
 from recipes.muon.optimizer import Muon
 from tests.distributed.jobs import forget_engines, pretrain

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from launch.training.ranks import distributed
+from launch.training.deepspeed_fixes import start_up
 from tests.distributed.launched import ROOT, LaunchedRun
 
 NAME = "deepspeed_shm_comm"  # the smallest of DeepSpeed's extensions for CPUs
-LOAD = "from launch.config.hardware import quiet_deepspeed; from launch.training.ranks.distributed import load_extension;"
+LOAD = "from launch.config.hardware import quiet_deepspeed; from launch.training.deepspeed_fixes.start_up import load_extension;"
 LOAD += "quiet_deepspeed(); load_extension('ShareMemCommBuilder')"
 
 
@@ -26,7 +26,7 @@ def test_ranks_read_the_cpu_before_they_wait_for_each_other(monkeypatch):
     cpuinfo = pytest.importorskip("cpuinfo")
     asked: list[None] = []
     monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append(None) or {"arch": "X86_64", "flags": []})
-    distributed._read_cpu_once.__wrapped__()
+    start_up._read_cpu_once.__wrapped__()
     assert len(asked) == 1
     builder = get_accelerator().create_op_builder("CPUAdamBuilder")
     builder.cpu_arch(), builder.simd_width()

@@ -15,7 +15,8 @@ import pytest
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints
-from launch.training.ranks.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PLACES, START, UPDATE, Beat, Heartbeat, _behind
+from launch.training.engine import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, UPDATE
+from launch.training.ranks.heartbeat import PLACES, START, Beat, Heartbeat, _behind
 from launch.training.ranks.interleaving import VARIABLE
 from tests.distributed.launched import TINY, LaunchedRun, curve
 from tests.distributed.test_restarts import TorchRun
@@ -118,7 +119,7 @@ def test_what_may_take_long(tmp_path, monkeypatch):
     heartbeat = Heartbeat(tmp_path, 60, 3, Alone(), log=print)  # type: ignore[arg-type]
 
     def may_be_long(place: str) -> bool:
-        heartbeat.enter(place)
+        heartbeat.on_phase(place)
         return bool(heartbeat._beat.may_be_long)
 
     step = (START, FORWARD, BACKWARD, FORWARD, BACKWARD, UPDATE)
@@ -144,7 +145,7 @@ def test_training_does_not_wait_for_the_file_system(tmp_path, monkeypatch):
     with heartbeat.training():
         assert waits.wait(10.0)
         written = heartbeat._read()[0]
-        heartbeat.enter(FORWARD)
+        heartbeat.on_phase(FORWARD)
         assert heartbeat._read()[0] == written
         answers.set()
     assert heartbeat._read() == {}

@@ -41,12 +41,12 @@ def updates(step: Any, dtype: torch.dtype, device: str, clip: float, changes: di
 def test_the_update_is_deepspeeds(dtype, clip, changes, device, monkeypatch):
     from deepspeed.runtime.fp16 import unfused_optimizer
 
-    from launch.training.deepspeed_fixes import corrections, unfused_step
+    from launch.training.deepspeed_fixes import norms, unfused_step
 
     shipped = unfused_optimizer.FP16_UnfusedOptimizer.step
     assert shipped is not unfused_step._step
     # What both are corrected by: the norm, and no update at the start.
-    monkeypatch.setattr(unfused_optimizer, "get_weight_norm", corrections.weight_norm)
+    monkeypatch.setattr(unfused_optimizer, "get_weight_norm", norms.weight_norm)
     monkeypatch.setattr(unfused_optimizer.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(unfused_optimizer.FP16_UnfusedOptimizer, "initialize_optimizer_states", lambda self: None)
     (theirs, said), (ours, found) = (updates(step, dtype, device, clip, changes) for step in (shipped, unfused_step._step))
@@ -59,14 +59,14 @@ def test_the_count_of_overflows_goes_on_through_a_resume(monkeypatch):
     """Of the two overflows that halve the loss scale, the first may be before the checkpoint."""
     from deepspeed.runtime.fp16 import unfused_optimizer
 
-    from launch.training.deepspeed_fixes import corrections
+    from launch.training.deepspeed_fixes.loss_scale import scale_like_zero
 
     kind = unfused_optimizer.FP16_UnfusedOptimizer
     for name in ("__init__", "state_dict", "load_state_dict"):
         monkeypatch.setattr(kind, name, getattr(kind, name))  # which `scale_like_zero` replaces
     monkeypatch.setattr(unfused_optimizer.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(kind, "initialize_optimizer_states", lambda self: None)
-    corrections.scale_like_zero()
+    scale_like_zero()
     rule = {"init_scale": 16.0, "scale_window": 100, "min_scale": 1.0, "delayed_shift": 2, "consecutive_hysteresis": False}
 
     def wrapper() -> Any:

@@ -49,7 +49,7 @@ from launch.formats.checkpoint_files import (
     what_resume_does,
 )
 from launch.formats.tensor_files import UnreadableFile, load_tensors
-from launch.training.checkpoints.move import move_of, own_settings
+from launch.training.checkpoints.move import move_of
 from launch.training.checkpoints.snapshot import Snapshots
 from launch.training.checkpoints.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
 from launch.training.ranks.distributed import Collectives, thread_group
@@ -308,9 +308,8 @@ class Checkpoints:
         move = move_of(newest, state["ranks"], self.ds_engine, self.collectives.world_size)
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
             if move is None:
-                with own_settings(self.ds_engine):
-                    # The step number alone sets the rate of a schedule.
-                    path, _ = self.ds_engine.load_checkpoint(str(newest), tag=ENGINE_TAG, load_lr_scheduler_states=False)
+                # The step number alone sets the rate of a schedule.
+                path, _ = self.ds_engine.load_checkpoint(str(newest), tag=ENGINE_TAG, load_lr_scheduler_states=False)
                 if path is None:
                     raise RuntimeError("DeepSpeed found nothing in it")
             else:

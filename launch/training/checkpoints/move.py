@@ -16,15 +16,11 @@ import torch
 
 from launch.errors import UsageError
 from launch.formats.deepspeed_files import DeepSpeedFiles, DeepSpeedLayout, Piece, copy_pieces
+from launch.training.deepspeed_fixes.resume import SETTINGS, scaler_of, take_scale
 from recipes.masters import Fragment, Master, master_weights
 
-#: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
-#: The learning rate follows its schedule.
-SETTINGS = ("betas", "eps", "momentum", "weight_decay", "dampening", "alpha", "lr_decay", "decoupled_weight_decay", "bias_correction")
 #: Keys of the checkpoint's groups that a move does not copy: settings of this run, and the step, which each parameter's state has.
 NOT_COPIED = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
-#: The state of fp16's loss scale. Its rule (window, hysteresis, minimum) is taken from the configuration.
-LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Move:
@@ -141,46 +137,7 @@ class Move:
         ds_engine.global_steps, ds_engine.skipped_steps = saved["global_steps"], saved["skipped_steps"]
         ds_engine.global_samples = saved["global_samples"]
         if self._layout.precision == self._files.layout.precision == "fp16":
-            _take_scale(getattr(self._wrapper, _scaler_name(self._wrapper)), self._files.loss_scale())
-
-
-def _scaler_name(wrapper: Any) -> str:
-    """DeepSpeed's name of an optimizer's loss scale: at stages 1 to 3, or at stage 0."""
-    return "loss_scaler" if hasattr(wrapper, "loss_scaler") else "loss_scale_config"
-
-
-def _is_dynamic(scaler: Any) -> bool:
-    return bool(getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False)))
-
-
-def _take_scale(scaler: Any, saved: dict[str, Any]) -> None:
-    """Continue with the `LOSS_SCALE` of a checkpoint, unless the scale is fixed."""
-    if _is_dynamic(scaler):
-        vars(scaler).update({key: saved[key] for key in LOSS_SCALE if hasattr(scaler, key) and saved.get(key) is not None})
-
-
-@contextlib.contextmanager
-def own_settings(ds_engine: Any) -> Iterator[None]:
-    """Restore this run's `SETTINGS`, clipping and rule of the loss scale after the body, in which DeepSpeed loads those of a checkpoint.
-
-    The scale itself is taken from the checkpoint if both are dynamic.
-    """
-    wrapper = ds_engine.optimizer
-    groups = [{key: group[key] for key in SETTINGS if key in group} for group in wrapper.param_groups]
-    own = {name: getattr(wrapper, name) for name in ("clip_grad", "dynamic_loss_scale") if hasattr(wrapper, name)}
-    scaler = getattr(wrapper, _scaler_name(wrapper), None)  # None at stage 0 in fp32
-    rule = dict(vars(scaler)) if scaler is not None else {}
-    yield
-    for group, settings in zip(wrapper.param_groups, groups, strict=True):
-        group.update(settings)
-    if scaler is not None:
-        loaded = getattr(wrapper, _scaler_name(wrapper))
-        saved = dict(vars(loaded)) if _is_dynamic(loaded) else {}
-        vars(scaler).update(rule)
-        setattr(wrapper, _scaler_name(wrapper), scaler)
-        _take_scale(scaler, saved)
-    for setting, value in own.items():
-        setattr(wrapper, setting, value)
+            take_scale(scaler_of(self._wrapper)[1], self._files.loss_scale())
 
 
 def move_of(checkpoint: Path, ranks_before: int, ds_engine: Any, ranks: int) -> Move | None:

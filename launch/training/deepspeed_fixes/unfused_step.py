@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import get_global_norm, is_invalid_grad_norm
 
-from launch.training.deepspeed_fixes.corrections import weight_norm
+from launch.training.deepspeed_fixes.norms import weight_norm
 
 
 def use_fused_step() -> None:

@@ -38,13 +38,13 @@ import psutil
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import what_resume_does
-from launch.training.engine import BACKWARD, EVALUATION, FORWARD, UPDATE, TrainingEngine
+from launch.training.engine import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, UPDATE
 from launch.training.observers import Observer
 from launch.training.ranks.distributed import Collectives
 from launch.training.ranks.interleaving import interleaved_group
 
-#: The places of a run besides those of the engine, as a message names them.
-START, END, CHECKPOINT = "start of the step", "end of the step", "checkpoint"
+#: The places of a run besides the phases of the engine, as a message names them.
+START, END = "start of the step", "end of the step"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
 #: Between two ticks, in seconds; longer for many ranks, and at most a twentieth of `--hang_timeout`.
 TICK_SECONDS = 1.0
@@ -115,23 +115,20 @@ class Heartbeat(Observer):
 
     # --- where this rank is ---------------------------------------------------------------------------------------------------------
 
-    def start(self, engine: TrainingEngine) -> None:
-        engine.enter = self.enter
-
     def on_step(self, step: int) -> None:
-        self.enter(START)
+        self.on_phase(START)
 
     def after_step(self, step: int) -> None:
         self._beat = self._beat._replace(step=step)
-        self.enter(END)
+        self.on_phase(END)
 
-    def enter(self, place: str) -> None:
-        """This rank is now in `place`. Takes 2 us: the thread writes it."""
-        if place != (before := PLACES[self._beat.place]):
+    def on_phase(self, phase: str) -> None:
+        """This rank is now in `phase`, or in START or END. Takes 2 us: the thread writes it."""
+        if phase != (before := PLACES[self._beat.place]):
             self._known.add(before)
-        waits = place == START and interleaved_group() is not None
-        may_be_long = waits or place == CHECKPOINT or place not in self._known
-        self._beat = self._beat._replace(beats=self._beat.beats + 1, place=PLACES.index(place), may_be_long=int(may_be_long))
+        waits = phase == START and interleaved_group() is not None
+        may_be_long = waits or phase == CHECKPOINT or phase not in self._known
+        self._beat = self._beat._replace(beats=self._beat.beats + 1, place=PLACES.index(phase), may_be_long=int(may_be_long))
 
     def _write(self, ticks: int) -> None:
         with contextlib.suppress(OSError):  # such as a full disk; the next tick tries again

@@ -1,5 +1,4 @@
-"""The folder of a run: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`; on request
-`histograms.jsonl` and `blocks.jsonl`.
+"""The folder of a run: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`.
 
 All later analysis reads these files only. Global rank 0 writes them. `finished` in `run.json` is null until the run has reached its end;
 then it holds the time, the step and the tokens.
@@ -33,7 +32,6 @@ from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoint
 from launch.formats.files import refuse_links
 from launch.formats.metrics import read_metrics
 from launch.training.checkpoints.branch import start_branch
-from launch.training.exponents import overall
 from launch.training.run_folder.metrics_writer import METRICS_FILE, MetricsWriter
 from launch.training.run_folder.provenance import describe_run
 from launch.training.run_folder.run_json import resume_description
@@ -277,10 +275,10 @@ class RunFolder:
         self.log(f"error: {reason}", silent=True)
         self._draw_loss(config)
 
-    def log_end(self, config: RunConfig, state: dict[str, Any], stopped: int) -> None:
-        """Log how the run ended and draw its loss. `stopped` is the number of the signal that stopped it, 0 at its end."""
-        if stopped:
-            name = signal.Signals(stopped).name
+    def log_end(self, config: RunConfig, state: dict[str, Any], stop_signal: int) -> None:
+        """Log how the run ended and draw its loss. `stop_signal` is the signal that stopped it, 0 at its end."""
+        if stop_signal:
+            name = signal.Signals(stop_signal).name
             self.log(f"stopped by {name} after step {state['step']}; the same command with --resume continues from there", always=True)
         else:
             ended: dict[str, Any] = {key: state[key] for key in ("step", "tokens", "whole_val_loss") if key in state}
@@ -311,28 +309,6 @@ class RunFolder:
         with _one_line_on_os_error(self.path):
             self._metrics.write(line, durable)
 
-    def write_histograms(self, line: dict[str, Any]) -> None:
-        """Append the histograms of one step to `histograms.jsonl`, draw them, and log what fp16 would lose."""
-        picture = self.path / "histograms.png"
-        with _one_line_on_os_error(self.path):
-            self._append("histograms.jsonl", line)
-            _picture().draw_exponents(line, picture, self.path.name)
-        shares = ", ".join(
-            f"{100 * overall(line, 'activation_gradients', key):.3g}% at a loss scale of {scale:,.10g}"
-            for key, scale in (("fp16_zero_at_1", 1), ("fp16_zero_at_scale", line["scale"]))
-        )
-        self.log(f"step {line['step']}: activation gradients that fp16 rounds to zero: {shares}; {picture}")
-
-    def write_similarity(self, line: dict[str, Any]) -> None:
-        """Append the similarity of each block's input and output to `blocks.jsonl`, and draw all lines."""
-        with _one_line_on_os_error(self.path):
-            self._append("blocks.jsonl", line)
-            _picture().draw_blocks(read_metrics(self.path / "blocks.jsonl"), self.path / "blocks.png", self.path.name)
-
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        with open(self.path / name, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-
     # --- the end --------------------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
@@ -360,7 +336,7 @@ class NoFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         return []
 
-    log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
+    log_start = log_end = log_failure = begin = write_metrics = abandon = close = log
 
 
 def _picture() -> ModuleType:

@@ -15,8 +15,6 @@ from launch.formats.metrics import is_finite_number, parse_line, split_lines
 from launch.training.run_folder.monitors import Monitors, monitor_folder, numbers
 
 METRICS_FILE = "metrics.jsonl"
-#: Files with lines of some steps only, which a resume cuts back too.
-OTHER_FILES = ("histograms.jsonl", "blocks.jsonl")
 
 
 class MetricsWriter:
@@ -36,8 +34,6 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and only global rank 0 needs it
 
         self.notes: list[str] = []
-        for name in OTHER_FILES:
-            self._cut_back(folder / name, step)
         kept, cut = self._cut_back(folder / METRICS_FILE, step)
         seconds = (line.get("seconds") for line in reversed(kept))
         self.seconds_before: float = next((value for value in seconds if is_finite_number(value)), 0.0)

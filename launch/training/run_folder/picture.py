@@ -1,24 +1,17 @@
-"""Pictures of a run: `loss.png`, `histograms.png` (exponents of gradients) and `blocks.png` (similarity of a block's input and output)."""
+"""The picture of a run: `loss.png`."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from launch.formats.metrics import is_finite_number
-from launch.training.exponents import FP16_ZERO, KINDS, overall
-
-MAX_TICKS = 12
-#: The shares of zeros in a layer of `histograms.jsonl`: at loss scale 1, and at the run's.
-KEYS = ("fp16_zero_at_1", "fp16_zero_at_scale")
 
 
 def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initial_loss: float) -> None:
@@ -62,59 +55,6 @@ def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initia
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(picture)
-
-
-def draw_exponents(line: dict[str, Any], picture: Path, name: str) -> None:
-    """Draw a line of `histograms.jsonl` of run `name`: for activation and weight gradients the share of each exponent, by layer.
-
-    The exponents are those of the gradient without its loss scale. Lines show what fp16 rounds to zero at scale 1 and at the run's scale.
-    """
-    layers = list(line[KINDS[0]])
-    scales = {1.0: (KEYS[0], "#b3261e"), line["scale"]: (KEYS[1], "#2e7d32")}
-    seen = [int(exponent) for kind in KINDS for layer in line[kind].values() for exponent in layer["exponents"]]
-    exponents = range(min([*seen, FP16_ZERO - round(math.log2(line["scale"]))]) - 1, max([*seen, FP16_ZERO]) + 2)
-    figure = Figure(figsize=(13, 2.8 + 0.3 * len(layers)), dpi=110, layout="constrained")
-    for axes, kind in zip(figure.subplots(1, 2, sharey=True), KINDS, strict=True):
-        counts = [{int(exponent): count for exponent, count in layer["exponents"].items()} for layer in line[kind].values()]
-        elements = [max(1, layer["elements"]) for layer in line[kind].values()]
-        shares = [[100 * found.get(one, 0) / total or math.nan for one in exponents] for found, total in zip(counts, elements, strict=True)]
-        mesh = axes.pcolormesh(exponents, range(len(layers)), shares, norm=LogNorm(1e-3, 40), shading="nearest")
-        for scale, (key, color) in scales.items():
-            label = f"zero in fp16 at scale {scale:,.10g}: {100 * overall(line, kind, key):.3g}%"
-            axes.axvline(FP16_ZERO - math.log2(scale) - 0.5, color=color, linestyle="--", label=label)
-        axes.set_title(kind.replace("_", " "), pad=24)
-        axes.set(xlabel="exponent: log2 of the gradient, without the loss scale")
-        axes.set_ylim(len(layers) - 0.5, -0.5)
-        axes.set_yticks(range(len(layers)), layers, fontsize=8)
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=8, frameon=False)  # above, where it hides no layer
-        figure.colorbar(mesh, ax=axes, label="% of the layer's values", location="bottom", shrink=0.6, aspect=40)
-    scaled = f"loss scale {line['loss_scale']:,.10g}" if line["loss_scale"] else "no loss scale"
-    figure.suptitle(f"{name}, step {line['step']}: gradients in {line['precision']}, {scaled}", parse_math=False)
-    figure.savefig(picture)
-
-
-def draw_blocks(lines: Sequence[dict[str, Any]], picture: Path, name: str) -> None:
-    """Draw the `lines` of `blocks.jsonl` of run `name`: how much each block changes its input, at each evaluation.
-
-    The change is the norm of the output over that of the input, and the cosine between the two.
-    """
-    figure = Figure(figsize=(13, 2.2 + 0.32 * max(6, len(lines[-1]["norm_ratio"]))), dpi=110, layout="constrained")
-    # Logarithmic colors: a first block may multiply the norm by hundreds, a late one turn its input by a thousandth.
-    values = np.array([[line["norm_ratio"], line["cosine_similarity"]] for line in lines]).transpose(1, 2, 0)  # (2, blocks, evaluations)
-    panels = (
-        ("norm of the output over that of the input", "ratio", values[0]),
-        ("cosine between input and output", "1 - cosine", 1 - values[1]),
-    )
-    for axes, (title, label, colors) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
-        mesh = axes.pcolormesh(np.maximum(colors, 1e-4), norm=LogNorm(), edgecolors="white", linewidth=0.5)
-        every = -(-len(lines) // MAX_TICKS)
-        axes.set_xticks(np.arange(0, len(lines), every) + 0.5, [str(line["step"]) for line in lines[::every]])
-        axes.set_yticks(np.arange(len(colors)) + 0.5, map(str, range(len(colors))))
-        axes.set(title=title, xlabel="step", ylim=(len(colors), 0))
-        figure.colorbar(mesh, ax=axes, label=label)
-    figure.supylabel("block, from the input")
-    figure.suptitle(f"{name}: each block's output compared with its input, mean over the validation tokens", parse_math=False)
     figure.savefig(picture)
 
 

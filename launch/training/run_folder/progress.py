@@ -47,7 +47,7 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     if meter.peak_flops is None:
         yield f"the peak FLOP/s of '{meter.device_name}' in {meter.matmul_dtype} is unknown: the metrics have no mfu"
     if engine.corrections:
-        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/deepspeed_fixes/corrections.py)"
+        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/deepspeed_fixes/)"
     for note in (*config.notes, *engine.notes):
         yield f"note: {note}"
 
@@ -68,11 +68,11 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def update(self, line: dict[str, Any], state: dict[str, Any]) -> None:
+    def update(self, line: dict[str, Any]) -> None:
         """Print the step that `line` describes, if it is time."""
         self._losses.append(line["loss"])
         loss = f"loss {recent_loss(self._losses)}"
-        evaluated = "" if state["val_loss"] is None else f", validation {state['val_loss']:.4f}"
+        evaluated = f", validation {line['val_loss']:.4f}" if "val_loss" in line else ""
         if self._bar is not None:
             self._bar.update(line["tokens"] - self._bar.n)
             self._bar.set_postfix_str(f"step {line['step']}, {loss}{evaluated}", refresh=False)
@@ -82,7 +82,7 @@ class Progress:
                 silent=self._bar is not None,
             )
         now = time.monotonic()
-        done = state["tokens"] >= self.config.total_tokens
+        done = line["tokens"] >= self.config.total_tokens
         if evaluated or done or now - self._last_line > LINE_SECONDS:
             self._last_line = now
             left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)

@@ -15,7 +15,9 @@ from model.presets import FIELDS, SIZES
 
 #: The kinds, as in `launch.config.flags`, of the entries of a `run.json` that are no values of the run; others are TRAINING.
 OTHER_KINDS = dict.fromkeys(("created", "command", "interleaved", "finished", "run_id", "resumes"), START)
-OTHER_KINDS |= dict.fromkeys(("commit", "machine", "corpus"), RECORD)
+OTHER_KINDS |= dict.fromkeys(
+    ("commit", "machine", "corpus", "histogram_every", "block_similarity"), RECORD
+)  # the last two: earlier versions
 
 
 def kind_of(key: str) -> str:
