@@ -20,7 +20,6 @@ from launch.config.deepspeed_keys import defaults_left_open
 from launch.config.deepspeed_schema import DTYPES
 from launch.config.hardware import deepspeed_silenced, quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
-from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.config.steps import steps_of_run
 from launch.errors import printable_line
@@ -130,26 +129,8 @@ def not_planned(config: RunConfig) -> Iterator[str]:
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """Bytes of a rank's memory by part, on "cuda" or "cpu"; without activation checkpointing, also its peak with it."""
-    techniques = config.built_techniques
-    checkpoints = techniques.checkpointed_segments
-    plan, checkpointed = (
-        memory_per_rank(
-            model,
-            config.precision,
-            config.ds_config["zero_optimization"],
-            config.ranks,
-            config.micro_batch_size,
-            accumulation=config.gradient_accumulation_steps,
-            checkpoints=segments,
-            device=device,
-            optimizer_states=techniques.optimizer_tensors or state_tensors(config.optimizer),
-            terms=techniques.memory_terms(model, device),
-            snapshot=config.saves_beside_training,
-            own_group=techniques.own_group,
-            added_losses=len(techniques.added_losses),
-        )
-        for segments in (checkpoints, model.n_layer)
-    )
+    checkpoints = config.built_techniques.checkpointed_segments
+    plan, checkpointed = (memory_per_rank(config, model, device, segments) for segments in (checkpoints, model.n_layer))
     return {
         **plan.parts,
         "model_states": plan.model_states,
@@ -162,13 +143,10 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """Bytes that a rank sends per step, mean over the run."""
-    zero, own_group = config.ds_config["zero_optimization"], config.built_techniques.own_group
     steps_with = Counter[int]()  # accumulation -> steps
     for steps in steps_of_run(config, config.built_techniques, stride=config.total_tokens):
         steps_with[steps.work.accumulation] += steps.repeats
-    sent = sum(
-        bytes_sent_per_step(model, config.precision, zero, config.ranks, one, own_group) * steps for one, steps in steps_with.items()
-    )
+    sent = sum(bytes_sent_per_step(config, model, accumulation) * steps for accumulation, steps in steps_with.items())
     made = steps_with.total()
     return config.built_techniques.bytes_sent(round(sent / made), made)
 
