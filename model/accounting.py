@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 
-from model.presets import GPTConfig, ModelShape
+from model.presets import NORM_SIZES, GPTConfig, ModelShape
 
 # Rows of logits that are converted to fp32 at once: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses. Temporaries of 2,048 rows
 # (64 MiB each) are mapped and page-faulted again in every step: 100 ms instead of 60 ms on two cores.
@@ -37,8 +37,7 @@ def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def norm_tensors(config: ModelShape, name: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of the norm `name` of width d_model: ln_1, ln_2 or ln_f."""
-    kinds = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",)}[config.norm]
-    return {f"{name}.{kind}": (config.d_model,) for kind in kinds if kind != "bias" or config.bias}
+    return {f"{name}.{kind}": (config.d_model,) for kind in NORM_SIZES[config.norm].parameters if kind != "bias" or config.bias}
 
 
 def model_tensors(config: GPTConfig) -> dict[str, tuple[int, ...]]:

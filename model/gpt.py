@@ -8,13 +8,12 @@ the weights into transformers' models of these names and compares logits and eve
 Components are chosen by name when the model is built; `forward` does not depend on the choice. model/cache.py has its own forward pass, for
 sampling. To add a norm:
 
-1. Add its constructor to `NORMS`, and its name to `CHOICES` in model/presets.py; the flag then accepts it.
-2. Return its parameters from `norm_tensors` in model/accounting.py, and the bytes that it saves for the backward pass from
-   `_norm_activations` in launch/config/memory.py.
-3. Add it to the table in docs/configuration.md. `launch/export.py` refuses it unless model/hf.py converts it; if it does, add a model with
+1. Add its constructor to `NORMS`, and its parameters and what it saves for the backward pass to `NORM_SIZES` in model/presets.py; the flag
+   then accepts it.
+2. Add it to the table in docs/configuration.md. `launch/export.py` refuses it unless model/hf.py converts it; if it does, add a model with
    the norm to `MODELS` in tests/test_model.py, which compares it with transformers.
 
-An MLP goes into `MLPS` in the same way; its sizes follow from `ModelShape.c_fc_width`.
+An MLP goes into `MLPS` and `CHOICES`; its sizes follow from `ModelShape.c_fc_width`.
 
 At step 0 the loss is about ln(vocab_size): 9.01 for 8,192 tokens, 10.82 for 50,257.
 """

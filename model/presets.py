@@ -9,7 +9,7 @@ not import torch, so that `--help` is fast.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 VOCAB_MULTIPLE = 128  # rows of the token embedding; keeps the head's matmul on tensor-core tiles (50,257 -> 50,304)
 MLP_MULTIPLE = 128  # the default width of a gated MLP is rounded up to it
@@ -173,8 +173,23 @@ def check_architecture(shape: ModelShape) -> None:
         raise ValueError(f"d_head is {shape.d_head}: rotary positions rotate pairs, so it must be even; change d_model, n_head or d_head")
 
 
+class NormSize(NamedTuple):
+    """What a norm needs.
+
+    Attributes:
+        parameters: their names; a bias is there only if the model has biases.
+        statistics: numbers per row that it keeps for the backward pass.
+        fp32_copies: whether it also keeps its input and result in fp32 on a CPU, where it is not fused.
+    """
+
+    parameters: tuple[str, ...]
+    statistics: int
+    fp32_copies: bool
+
+
+NORM_SIZES = {"layernorm": NormSize(("weight", "bias"), 2, False), "rmsnorm": NormSize(("weight",), 1, True)}
 #: The values of the fields that name a component. `model/gpt.py` maps each name to its constructor.
-CHOICES = {"positions": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "mlp": ("gelu", "swiglu")}
+CHOICES = {"positions": ("learned", "rotary"), "norm": tuple(NORM_SIZES), "mlp": ("gelu", "swiglu")}
 _MODERN = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
 #: The forms that transformers reads -> the fields that differ from the defaults of `ModelShape`. llama has the constants of Llama 3, qwen3
 #: those of Qwen3, whose models of up to 4 B parameters are tied.

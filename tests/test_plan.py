@@ -6,13 +6,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.config.explain import explain
 from launch.config.memory import bytes_sent_per_step, memory_per_rank, parameter_sizes
-from launch.config.run_config import resolve
+from launch.config.run_config import RunConfig, resolve
 from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes.registry import make_techniques
@@ -20,6 +22,13 @@ from recipes.technique import steps_of_run
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_with(zero: dict[str, Any], ranks: int = 1) -> RunConfig:
+    """A bf16 run of one sequence a rank with another section `zero_optimization`."""
+    flags = ["--deepspeed_config", "ds_configs/zero0_bf16.json", "--explain", "--micro_batch_size", "1", "--global_batch_size", str(ranks)]
+    run = resolve(flags, ranks=ranks)[0]
+    return replace(run, ds_config=run.ds_config | {"zero_optimization": zero}, save_every=0)
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess:
@@ -71,8 +80,7 @@ def test_explain_has_the_mean_of_the_bytes_of_steps_that_differ(corpus):
     config = resolve(flags)[0]
     accumulations = [steps.work.accumulation for steps in steps_of_run(config, make_techniques(config)) for _ in range(steps.repeats)]
     assert set(accumulations) == {2, 4, 6, 8}
-    zero = config.ds_config["zero_optimization"]
-    sent = [bytes_sent_per_step(config.model_config, config.precision, zero, 2, accumulation) for accumulation in accumulations]
+    sent = [bytes_sent_per_step(config, config.model_config, accumulation) for accumulation in accumulations]
     assert explain(config)["bytes_sent_per_step"] == pytest.approx(sum(sent) / len(sent), abs=1)
 
 
@@ -124,7 +132,7 @@ def test_stages_share_what_the_paper_says_they_share():
     """ZeRO (arXiv 1910.02054, figure 1): 16 bytes a parameter; 12 of them over R ranks, then 14, then 16. Mixed precision, Adam."""
     model, ranks = GPTConfig(**vars(PRESETS["gpt3-13b"].shape), vocab_size=50_257), 64
     N = parameter_count(model)
-    states = [memory_per_rank(model, "bf16", {"stage": stage}, ranks, 1, device="cuda").model_states for stage in range(4)]
+    states = [memory_per_rank(run_with({"stage": stage}, ranks), model, "cuda").model_states for stage in range(4)]
     assert states[0] == 16 * N
     # Gradients at stages 1 and 2 are those of all parameters that touch a partition, more than 2 N / R.
     assert states[1] == states[2] == pytest.approx(2 * N + 14 * N / ranks, rel=0.03)
@@ -154,7 +162,7 @@ ON_DRIVE = {"offload_optimizer": DRIVE}
 def test_an_update_needs_these_bytes_per_parameter(stage, section, on_device, on_host, on_drive):
     """Mixed precision and Adam, on one rank, with few activations."""
     model = GPTConfig(n_layer=2, n_head=2, d_model=64, seq_len=2, vocab_size=128)
-    plan = memory_per_rank(model, "bf16", {"stage": stage, **section}, 1, 1, device="cuda")
+    plan = memory_per_rank(run_with({"stage": stage, **section}), model, "cuda")
     N = parameter_count(model)
     moment = plan.moments["update"]
     assert sum(moment.values()) - moment["buffers"] == on_device * N
@@ -165,17 +173,17 @@ def test_an_update_needs_these_bytes_per_parameter(stage, section, on_device, on
 def test_on_a_cpu_the_offloaded_states_have_a_row():
     model = GPTConfig(n_layer=2, n_head=2, d_model=64, seq_len=2, vocab_size=128)
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    gpu, cpu = (memory_per_rank(model, "bf16", offload, 1, 1, device=device) for device in ("cuda", "cpu"))
+    gpu, cpu = (memory_per_rank(run_with(offload), model, device) for device in ("cuda", "cpu"))
     assert cpu.parts["host"] == gpu.parts["host"] > 0
     assert cpu.peak <= sum(cpu.parts.values())
 
 
 def test_a_sub_group_size_of_0_is_a_sub_group_per_parameter():
     model = GPTConfig(n_layer=2, n_head=2, d_model=64, seq_len=2, vocab_size=128)
-    one, all_together = (memory_per_rank(model, "bf16", {"stage": 3, "sub_group_size": size}, 1, 1) for size in (0, 10**9))
+    one, all_together = (memory_per_rank(run_with({"stage": 3, "sub_group_size": size}), model, "cpu") for size in (0, 10**9))
     assert one.parts["update"] < all_together.parts["update"] / 2
 
 
 def test_one_rank_sends_nothing():
     model = GPTConfig(**vars(PRESETS["nano"].shape), vocab_size=8192)
-    assert [bytes_sent_per_step(model, "bf16", {"stage": stage}, 1) for stage in range(4)] == [0] * 4
+    assert [bytes_sent_per_step(run_with({"stage": stage}), model, 1) for stage in range(4)] == [0] * 4

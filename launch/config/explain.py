@@ -21,7 +21,6 @@ from launch.config.deepspeed_schema import DTYPES
 from launch.config.flags import EVALUATION, LENGTH, MODEL, RUN, flags_of
 from launch.config.hardware import deepspeed_silenced, quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
-from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import printable_line
 from launch.formats.json_lines import dotted
@@ -126,26 +125,8 @@ def not_planned(config: RunConfig) -> Iterator[str]:
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """Bytes of a rank's memory by part, on "cuda" or "cpu"; without activation checkpointing, also its peak with it."""
-    techniques = registry.make_techniques(config)
-    checkpoints = techniques.checkpointed_segments
-    plan, checkpointed = (
-        memory_per_rank(
-            model,
-            config.precision,
-            config.ds_config["zero_optimization"],
-            config.ranks,
-            config.micro_batch_size,
-            accumulation=config.gradient_accumulation_steps,
-            checkpoints=segments,
-            device=device,
-            optimizer_states=techniques.optimizer_tensors or state_tensors(config.optimizer),
-            terms=techniques.memory_terms(model, device),
-            snapshot=config.saves_beside_training,
-            own_group=techniques.own_group,
-            added_losses=len(techniques.added_losses),
-        )
-        for segments in (checkpoints, model.n_layer)
-    )
+    checkpoints = registry.make_techniques(config).checkpointed_segments
+    plan, checkpointed = (memory_per_rank(config, model, device, segments) for segments in (checkpoints, model.n_layer))
     return {
         **plan.parts,
         "model_states": plan.model_states,
@@ -159,13 +140,10 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """Bytes that a rank sends per step, mean over the run."""
     techniques = registry.make_techniques(config)
-    zero, own_group = config.ds_config["zero_optimization"], techniques.own_group
     steps_with = Counter[int]()  # accumulation -> steps
     for steps in steps_of_run(config, techniques, stride=config.total_tokens):
         steps_with[steps.work.accumulation] += steps.repeats
-    sent = sum(
-        bytes_sent_per_step(model, config.precision, zero, config.ranks, one, own_group) * steps for one, steps in steps_with.items()
-    )
+    sent = sum(bytes_sent_per_step(config, model, accumulation) * steps for accumulation, steps in steps_with.items())
     made = steps_with.total()
     return techniques.bytes_sent(round(sent / made), made)
 

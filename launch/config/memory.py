@@ -1,9 +1,11 @@
-"""Formulas for one training step on one rank: bytes of memory by part and phase of the step, and bytes sent.
+"""The memory of one training step on one rank, as a list of terms, and the bytes that a rank sends.
 
     python launch/plan.py --preset gpt3-13b --ranks 64 --precision bf16 --memory 80GB
 
 Not all parts are in memory at once: gradients appear while activations are freed, and the fp32 gradients of an update come after both. So
-the plan has moments (`forward`, `recompute`, `backward`, `update`), each with the parts in memory then. The peak is the largest moment.
+each `Term` names the moments of the step in which it is in memory. The peak is the largest moment. To plan for something new, such as the
+activations of a group of ranks or the weights of experts, add a function to `TERMS`.
+
 The terms follow DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `fp16/unfused_optimizer.py`) and `model/gpt.py`;
 `tests/distributed/test_memory.py` compares the model states with those of live engines, byte by byte.
 
@@ -14,14 +16,21 @@ a step. Letters: N parameters, R ranks, w bytes of the working precision, B sequ
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.config.deepspeed_schema import deepspeed_schema
+from launch.config.optimizer import state_tensors
 from launch.formats.sub_groups import sub_group_sizes
-from model.accounting import LOSS_ROWS, WIDTH, model_tensors, norm_tensors, parameter_count
-from model.presets import GPTConfig
+from model.accounting import LOSS_ROWS, WIDTH, model_tensors
+from model.presets import NORM_SIZES, GPTConfig
+from recipes.registry import make_techniques
+from recipes.technique import Techniques
+
+if TYPE_CHECKING:  # it imports this module
+    from launch.config.run_config import RunConfig
 
 FP32 = 4
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
@@ -30,6 +39,18 @@ BUFFER_SIZE = 100_000_000
 MAX_IN_CPU = 1_000_000_000
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
+MOMENTS = ("forward", "recompute", "backward", "update")
+#: The moment of which `MemoryPlan.parts` has the bytes, instead of the moment with the most.
+SHOWN_IN = {"activations": "forward", "gradients": "update"}
+STATES = ("weights", "gradients", "master_weights", "optimizer_states")
+
+
+class Term(NamedTuple):
+    """`size` bytes of a part, which are in memory during `moments`. Several terms may have the same part."""
+
+    part: str
+    size: int
+    moments: tuple[str, ...] = MOMENTS
 
 
 @dataclass(frozen=True)
@@ -40,7 +61,7 @@ class MemoryPlan:
         parts: bytes by part:
             weights, gradients, master_weights, optimizer_states: the model states at the end of the last backward pass, from the second
                 step on.
-            buffers: reduction buckets, gathered weights and copies of both, at their largest.
+            buffers: reduction buckets, gathered weights (at most, see `gathered_weights`) and copies of both, at their largest.
             activations: those of the blocks, the embedding and the last norm after the forward pass, and the document mask.
             loss_head: logits and their softmax, at their largest.
             update: memory that only the optimizer step needs.
@@ -56,7 +77,7 @@ class MemoryPlan:
 
     @property
     def model_states(self) -> int:
-        return sum(self.parts[name] for name in ("weights", "gradients", "master_weights", "optimizer_states"))
+        return sum(self.parts[name] for name in STATES)
 
     @property
     def peak_moment(self) -> str:
@@ -68,118 +89,112 @@ class MemoryPlan:
         return sum(self.moments[self.peak_moment].values())
 
 
-def memory_per_rank(
-    model: GPTConfig,
-    precision: str,
-    zero: dict[str, Any],
-    ranks: int,
-    micro_batch_size: int,
-    accumulation: int = 1,
-    checkpoints: int = 0,
-    device: str = "cpu",
-    optimizer_states: float = 2,
-    terms: Mapping[str, int] | None = None,
-    snapshot: bool = False,
-    own_group: Collection[str] = (),
-    added_losses: int = 0,
-) -> MemoryPlan:
+def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: int = 0) -> MemoryPlan:
     """The memory plan of one rank.
 
     Args:
-        precision: "fp32", "bf16" or "fp16".
-        zero: the resolved `zero_optimization` section; only `stage` is required.
-        micro_batch_size: sequences of `model.seq_len` tokens per rank and micro-batch.
+        device: "cpu" or "cuda". On "cuda", bytes are those of torch's allocator (`max_memory_allocated`).
         checkpoints: the number of segments of blocks that are recomputed from their inputs; `model.n_layer` for every block by itself, 0
             for no activation checkpointing.
-        device: "cpu" or "cuda". On "cuda", bytes are those of torch's allocator (`max_memory_allocated`).
-        optimizer_states: fp32 numbers that the optimizer keeps per parameter, on average: 2 for Adam, 3 with amsgrad, 1 for momentum.
-        terms: `Technique.memory_terms`.
-        snapshot: whether checkpoints are written during training.
-        own_group: `Technique.own_group`.
-        added_losses: the number of techniques with `Technique.token_losses`.
     """
-    stage, sizes, terms = zero["stage"], _with_defaults(zero), terms or {}
-    states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states, own_group)
-    block = _block_activations(model, precision, micro_batch_size, device, terms.get("attention"))
-    activations = _activations(model, precision, micro_batch_size, checkpoints, device, block)
-    head = terms.get("loss_head", _loss_head(model, precision, micro_batch_size))
-    # Logits and their gradients, in the run's precision and in fp32.
-    width = WIDTH[precision] + FP32 * (WIDTH[precision] < FP32)
-    head += added_losses * 2 * width * micro_batch_size * model.seq_len * model.padded_vocab_size
-    buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
-    away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
-    unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
-    if checkpoints and "checkpoints" in terms:
-        moved = unit * checkpoints - terms["checkpoints"]
-        activations, host = activations - moved, host + moved
-    lasting = {name: size for name, size in states.lasting.items() if name not in away}
-    gradients = 0 if "gradients" in away else states.gradients
-    carried = 0 if "gradients" in away else states.carried
-    update = 0 if "optimizer_states" in away else states.update + terms.get("update", 0)
-    copied = _snapshot(states, sizes, stage) if snapshot else 0
-    if device == "cpu":  # its memory is the host's
-        lasting |= {"host": host, "snapshot": copied}
-
-    mask = _document_mask(model, precision, micro_batch_size)
-    # In the backward pass of a block: the gradients of the input and output of the MLP's activation, of the residual stream, and of a tied
-    # weight. The head's gradient of that weight is kept until it is added to the embedding's, which is dense.
-    in_flight = unit + micro_batch_size * model.seq_len * (model.c_fc_width + model.d_ff) * WIDTH[precision]
-    if model.tied_head:
-        in_flight += model.padded_vocab_size * model.d_model * WIDTH[precision]
-    # Stage 1 without overlap_comm reduces after the backward pass. Until then, gradients beyond the bucket stay in memory.
-    waiting = 0
-    if stage == 1 and not sizes["overlap_comm"]:
-        waiting = WIDTH[precision] * max(0, parameter_count(model) - int(sizes["reduce_bucket_size"]))
-    # Stage 3 always holds its bucket; stages 1 and 2 hold it from the first gradient on.
-    moments = {
-        "forward": {
-            **lasting,
-            "gradients": carried,
-            "buffers": buckets + gathered if stage == 3 else 0,
-            "activations": activations,
-            "loss_head": head,
-        },
-        "backward": {
-            **lasting,
-            "gradients": gradients + waiting,
-            "buffers": buckets + gathered + reduction,
-            "activations": block + mask + in_flight,
-        },
-        "update": {**lasting, "gradients": gradients, "buffers": buckets if stage == 3 else 0, "update": update},
-    }
-    if checkpoints:
-        moments["recompute"] = {
-            **lasting,
-            "gradients": carried,
-            "buffers": buckets + gathered if stage else 0,
-            "activations": activations + block * -(-model.n_layer // checkpoints) + in_flight,
-        }
-    parts = {
-        **states.lasting,
-        "gradients": states.gradients,
-        "buffers": max(alive.get("buffers", 0) for alive in moments.values()),
-        "update": update,
-        "loss_head": head,
-        "activations": activations,
-        "host": host,
-        "drive": drive,
-        "snapshot": copied,
-    }
-    return MemoryPlan(parts, moments)
+    rank = Rank(run, model, device, checkpoints)
+    found: dict[str, dict[str, int]] = {moment: {} for moment in MOMENTS if checkpoints or moment != "recompute"}
+    for part, size, during in (term for terms in TERMS for term in terms(rank)):
+        for moment, parts in found.items():
+            parts[part] = parts.get(part, 0) + size * (moment in during)
+    names = {name: None for parts in found.values() for name in parts}
+    shown = {name: found[SHOWN_IN[name]][name] if name in SHOWN_IN else max(parts[name] for parts in found.values()) for name in names}
+    elsewhere = rank.offloaded | {"drive"} | ({"host", "snapshot"} if device == "cuda" else set())
+    return MemoryPlan(
+        shown, {moment: {name: size for name, size in parts.items() if name not in elsewhere} for moment, parts in found.items()}
+    )
 
 
-def _with_defaults(zero: dict[str, Any]) -> dict[str, Any]:
-    """`zero` with DeepSpeed's defaults for missing keys."""
-    return {key: rule.get("default") for key, rule in deepspeed_schema().keys["zero_optimization"]["keys"].items()} | zero
+@dataclass(frozen=True)
+class Rank:
+    """What the terms are computed from. w: bytes of the working precision. tokens: of a micro-batch. unit: bytes of (B, T, C)."""
 
+    run: RunConfig
+    model: GPTConfig
+    device: str
+    checkpoints: int
 
-# --- the model's parameters, in the order in which the engine flattens them ------------------------------------------------------------
+    @cached_property
+    def zero(self) -> dict[str, Any]:
+        """The section `zero_optimization`, with DeepSpeed's defaults for missing keys."""
+        keys = deepspeed_schema().keys["zero_optimization"]["keys"]
+        return {key: rule.get("default") for key, rule in keys.items()} | self.run.ds_config["zero_optimization"]
+
+    @cached_property
+    def techniques(self) -> Techniques:
+        return make_techniques(self.run)
+
+    @property
+    def stage(self) -> int:
+        return self.run.zero_stage
+
+    @property
+    def w(self) -> int:
+        return WIDTH[self.run.precision]
+
+    @property
+    def tokens(self) -> int:
+        return self.run.micro_batch_size * self.model.seq_len
+
+    @property
+    def unit(self) -> int:
+        return self.tokens * self.model.d_model * self.w
+
+    @cached_property
+    def replaced(self) -> dict[str, int]:
+        """The terms of the techniques."""
+        return self.techniques.memory_terms(self.model, self.device)
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        return parameter_sizes(self.model, self.techniques.own_group)
+
+    @cached_property
+    def flat(self) -> list[int]:
+        """The sizes of all parameters."""
+        return [n for group in self.groups for n in group]
+
+    @property
+    def owned(self) -> list[int]:
+        """Elements of each group that this rank updates.
+
+        Stages 1 and 2 flatten the weights of a group, pad them to a multiple of 2 R and divide them; stage 3 divides every parameter into R
+        pieces of ceil(n / R).
+        """
+        ranks = self.run.ranks
+        if self.stage == 3:
+            return [sum(-(-n // ranks) for n in group) for group in self.groups]
+        return [-(-sum(group) // (2 * ranks)) * 2 if self.stage else sum(group) for group in self.groups]
+
+    @property
+    def largest_owned(self) -> int:
+        """Elements that an update at stages 1 to 3 converts at a time: those of a group, or at stage 3 of a sub-group."""
+        if self.stage < 3:
+            return max(self.owned)
+        limit = int(self.zero["sub_group_size"])
+        return max(size for group in self.groups for size in sub_group_sizes(group, self.run.ranks, limit))
+
+    @property
+    def offloaded(self) -> set[str]:
+        """The parts that are not on the device."""
+        states = {"master_weights", "optimizer_states"} | ({"gradients"} if self.stage == 3 else set())
+        return (states if self.offloads_optimizer else set()) | ({"weights"} if self.run.offload("offload_param") != "none" else set())
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.run.offload("offload_optimizer") != "none"
 
 
 def parameter_sizes(model: GPTConfig, own_group: Collection[str] = ()) -> list[list[int]]:
     """The sizes of all parameters in the two groups of `weight_decay_groups`: with weight decay (matrices, embeddings), and without.
 
-    Each group is divided into the parameters whose names are in `own_group`, and the others.
+    Each group is in the order in which the engine flattens it, and is divided into the parameters whose names are in `own_group`, and the
+    others.
     """
     groups: dict[tuple[bool, bool], list[int]] = {}
     for name, shape in model_tensors(model).items():
@@ -187,69 +202,50 @@ def parameter_sizes(model: GPTConfig, own_group: Collection[str] = ()) -> list[l
     return [groups[key] for key in sorted(groups)]
 
 
-@dataclass(frozen=True)
-class _States:
-    """lasting: always in memory. gradients: at the end of the last backward pass. carried: gradients at the start of a forward pass.
-    update: added by the optimizer step. largest_master: bytes of the largest tensor of master weights."""
-
-    lasting: dict[str, int]
-    gradients: int
-    carried: int
-    update: int
-    largest_master: int
+# --- model states ----------------------------------------------------------------------------------------------------------------------
 
 
-def _states(
-    model: GPTConfig,
-    precision: str,
-    stage: int,
-    sizes: dict[str, Any],
-    ranks: int,
-    accumulation: int,
-    per_parameter: float,
-    own_group: Collection[str],
-) -> _States:
-    w, groups = WIDTH[precision], parameter_sizes(model, own_group)
-    flat = [n for group in groups for n in group]
-    N = sum(flat)
-    if stage == 0:
-        lasting = {
-            "weights": w * N,
-            "master_weights": 0 if precision == "fp32" else FP32 * N,
-            "optimizer_states": round(FP32 * per_parameter * N),
-        }
-        # fp32: torch's optimizer uses the gradients as they are. bf16, fp16: FP16_UnfusedOptimizer copies every gradient to fp32.
-        update = 0 if precision == "fp32" else FP32 * N
-        return _States(lasting, w * N, w * N if accumulation > 1 else 0, update, FP32 * max(flat))
+def _model_states(rank: Rank) -> Iterator[Term]:
+    run, stage, w, whole = rank.run, rank.stage, rank.w, rank.w * sum(rank.flat)
+    owned, accumulates = sum(rank.owned), run.gradient_accumulation_steps > 1
+    weights = w * owned * (run.ranks if stage in (1, 2) else 1)
+    if stage == 3 and (group := second_group(rank.zero, run.ranks)) > 1:
+        # A second copy of what does not persist, from the forward pass to the update.
+        persists = int(rank.zero["stage3_param_persistence_threshold"])
+        weights += sum(w * -(-n // run.ranks) * run.ranks // group for n in rank.flat if n > persists)
+    waiting = 0
     if stage == 3:
-        # Every parameter is divided into R pieces of ceil(n / R); the pieces of a group are flattened. fp32 runs have master weights too.
-        parts = [sum(-(-n // ranks) for n in group) for group in groups]
-        weights = w * sum(parts)
-        if (group := second_group(sizes, ranks)) > 1:  # a second copy of what does not persist, from the forward pass to the update
-            persists = int(sizes["stage3_param_persistence_threshold"])
-            weights += sum(w * -(-n // ranks) * ranks // group for n in flat if n > persists)
-        gradients = carried = w * sum(parts)  # one flat buffer, never freed
+        gradients = carried = w * owned  # one flat buffer, never freed
     else:
-        # The weights of a group are flattened and padded to a multiple of 2 R elements; each rank owns 1/R of them.
-        padded = [-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups]
-        parts = [n // ranks for n in padded]
-        weights = w * sum(padded)
-        # The whole gradients of all parameters that overlap the rank's partition (`grads_in_partition`), or of all parameters.
-        gradients = w * (N if stage == 1 and not sizes["contiguous_gradients"] else _largest_share(groups, parts, ranks))
-        carried = 0 if accumulation == 1 else w * N if stage == 1 else gradients  # stage 1 reduces in the last micro-batch only
-    lasting = {
-        "weights": weights,
-        "master_weights": FP32 * sum(parts),
-        "optimizer_states": round(FP32 * per_parameter * sum(parts)),
-    }
-    # One group, or at stage 3 one sub-group, at a time: its gradients flattened, and a copy in fp32 if they are not fp32.
-    largest, norm = max(parts), 0
-    if stage == 3:
-        limit = int(sizes["sub_group_size"])
-        largest = max(size for group in groups for size in sub_group_sizes(group, ranks, limit))
-        norm = 8 * -(-max(flat) // ranks)  # before the update, in fp64, one parameter at a time
-    update = max(norm, largest * (FP32 if w == FP32 else FP32 + w))
-    return _States(lasting, gradients, carried, update, FP32 * largest)
+        # The whole gradients of all parameters that overlap the rank's partition, or of all parameters.
+        shared = stage == 2 or (stage == 1 and rank.zero["contiguous_gradients"])
+        gradients = w * _largest_share(rank) if shared else whole
+        carried = 0 if not accumulates else gradients if stage == 2 else whole  # stages 0 and 1 reduce in the last micro-batch only
+    if stage == 1 and not rank.zero["overlap_comm"]:
+        # They are reduced after the backward pass. Until then, gradients beyond the bucket stay in memory.
+        waiting = max(0, whole - w * int(rank.zero["reduce_bucket_size"]))
+    yield Term("weights", weights)
+    yield Term("gradients", carried, ("forward", "recompute"))
+    yield Term("gradients", gradients + waiting, ("backward",))
+    yield Term("gradients", gradients, ("update",))
+    yield Term("master_weights", 0 if stage == 0 and run.precision == "fp32" else FP32 * owned)
+    per_parameter = rank.techniques.optimizer_tensors or state_tensors(run.optimizer)
+    yield Term("optimizer_states", round(FP32 * per_parameter * owned))
+
+
+def _update(rank: Rank) -> Iterator[Term]:
+    w, halves = rank.w, rank.run.precision != "fp32"
+    if rank.offloads_optimizer:
+        size = 0
+    elif rank.stage == 0:
+        # fp32: torch's optimizer uses the gradients as they are. bf16, fp16: FP16_UnfusedOptimizer copies every gradient to fp32.
+        size = FP32 * sum(rank.flat) if halves else 0
+    else:
+        # One group or sub-group at a time: its gradients flattened, and a copy in fp32 if they are not fp32. At stage 3, before the update
+        # the norm in fp64, one parameter at a time.
+        size = rank.largest_owned * (FP32 + w * halves)
+        size = max(size, 8 * -(-max(rank.flat) // rank.run.ranks)) if rank.stage == 3 else size
+    yield Term("update", size + rank.replaced.get("update", 0) * (not rank.offloads_optimizer), ("update",))
 
 
 def second_group(zero: dict[str, Any], ranks: int) -> int:
@@ -257,245 +253,212 @@ def second_group(zero: dict[str, Any], ranks: int) -> int:
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
 
-def _largest_share(groups: list[list[int]], parts: list[int], ranks: int) -> int:
+def _largest_share(rank: Rank) -> int:
     """Elements of all parameters that overlap a rank's partitions, for the rank with the most."""
+    ranks = rank.run.ranks
     shares = [0] * ranks
-    for group, part in zip(groups, parts, strict=True):
+    for group, part in zip(rank.groups, rank.owned, strict=True):
         end = 0
         for n in group:
             start, end = end, end + n
-            for rank in range(start // part, min(-(-end // part), ranks)):
-                shares[rank] += n
+            for owner in range(start // part, min(-(-end // part), ranks)):
+                shares[owner] += n
     return max(shares)
+
+
+def _elsewhere(rank: Rank) -> Iterator[Term]:
+    """What is in host memory and on NVMe: offloaded states with their buffers, checkpointed activations, the copy for a checkpoint."""
+    w, zero, size = rank.w, rank.zero, {part: size for part, size, _ in _model_states(rank)}
+    states = size["master_weights"] + size["optimizer_states"]
+    # Rank 0 copies its states, at stage 3 without the weights, which DeepSpeed saves in fp32 only. NVMe is copied file by file.
+    copied = size["weights"] if rank.stage < 3 else 0
+    host = drive = 0
+    section = zero.get("offload_optimizer") or {}
+    if rank.run.offload("offload_optimizer") == "nvme":
+        # Weights, moments and fp32 gradients are on NVMe; one sub-group of each is in page-locked buffers.
+        drive = states + size["master_weights"]
+        host = FP32 * rank.largest_owned * int(section.get("buffer_count") or 4) + size["gradients"]
+    else:
+        copied += states
+    if rank.run.offload("offload_optimizer") == "cpu":
+        # The fp32 gradients of the update stay in memory, with the master weights. At stages 1 and 2 also a copy of the updated partition
+        # in the working precision, a staging buffer, and the accumulated gradients.
+        host = states + size["master_weights"]
+        accumulated = size["gradients"] if rank.stage == 3 or rank.run.gradient_accumulation_steps > 1 else 0
+        host += accumulated + (0 if rank.stage == 3 else size["master_weights"] * w // FP32 + w * max(rank.flat))
+    section = zero.get("offload_param") or {}
+    if rank.run.offload("offload_param") == "nvme":
+        drive += size["weights"]
+        host += w * int(section.get("buffer_size") or BUFFER_SIZE) * int(section.get("buffer_count") or 5)
+        kept = section.get("max_in_cpu")  # moved back from the drive for good (DeepSpeed's stage3.py, _move_to_flat_buffer)
+        host += min(size["weights"], w * (MAX_IN_CPU if kept is None else int(kept)))
+    elif rank.run.offload("offload_param") == "cpu":
+        host += size["weights"]
+    yield Term("host", host + _checkpoints_on_host(rank))
+    yield Term("drive", drive)
+    yield Term("snapshot", copied if rank.run.saves_beside_training else 0)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------------------------
 
 
-def _block_activations(model: GPTConfig, precision: str, B: int, device: str, attention: int | None) -> int:
+def _activations(rank: Rank) -> Iterator[Term]:
+    """The embedding, the blocks and the last norm. A checkpointed segment of blocks keeps only its input."""
+    model, block = rank.model, _block_activations(rank)
+    # If attention stays within documents: B T^2 elements, shared by all blocks until the end of their backward pass.
+    mask = rank.tokens * model.seq_len * rank.w if model.document_end is not None else 0
+    saved = 2 * rank.unit + mask  # the sum of the embeddings, the last norm's output
+    if model.dropout:
+        saved += rank.unit if rank.device == "cpu" else rank.unit // rank.w
+    saved += rank.unit * rank.checkpoints - _checkpoints_on_host(rank) if rank.checkpoints else block * model.n_layer
+    # In the backward pass of a block: the gradients of the input and output of the MLP's activation, of the residual stream, and of a tied
+    # weight. The head's gradient of that weight is kept until it is added to the embedding's, which is dense.
+    in_flight = rank.unit + rank.tokens * (model.c_fc_width + model.d_ff) * rank.w
+    if model.tied_head:
+        in_flight += model.padded_vocab_size * model.d_model * rank.w
+    yield Term("activations", saved, ("forward",))
+    if rank.checkpoints:
+        yield Term("activations", saved + block * -(-model.n_layer // rank.checkpoints) + in_flight, ("recompute",))
+    yield Term("activations", block + mask + in_flight, ("backward",))
+
+
+def _checkpoints_on_host(rank: Rank) -> int:
+    """Bytes of the inputs of checkpointed segments that are not on the device."""
+    inputs = rank.unit * rank.checkpoints
+    return inputs - rank.replaced.get("checkpoints", inputs)
+
+
+def _block_activations(rank: Rank) -> int:
     """Bytes that one block saves for its backward pass, without its input. GPT-2: 16 B T C elements, and a few numbers per token.
 
     The 16 are: 1 output of the first norm, 3 queries, keys and values, 1 output of attention, 1 residual stream between the branches, 1
     output of the second norm, 4 input of the GELU, 4 its output, 1 output of the block. Rotation and QK-norm make other queries and keys of
-    those; swiglu has an input of 2 d_ff, and saves silu of its gate too. Attention saves 1 fp32 number per token and head, or `attention`
-    bytes if given.
+    those; swiglu has an input of 2 d_ff, and saves silu of its gate too. Attention saves 1 fp32 number per token and head, or the bytes
+    that a technique states.
     """
-    w, tokens = WIDTH[precision], B * model.seq_len
-    unit = tokens * model.d_model * w
+    model, device, w, tokens, halves = rank.model, rank.device, rank.w, rank.tokens, rank.run.precision != "fp32"
     q, k, v = (heads * model.d_head for heads in model.qkv_heads)
     elements = 4 * model.d_model + (q + k + v) + q + model.c_fc_width + model.d_ff
     if model.positions == "rotary" or model.qk_norm:
         elements += q + k
     if model.mlp == "swiglu":
         elements += model.d_ff
-    if model.norm == "rmsnorm" and device == "cpu" and precision != "fp32":
+    if NORM_SIZES[model.norm].fp32_copies and device == "cpu" and halves:
         elements -= model.d_model  # of the residual stream, only the norm's fp32 copy is saved
-    if device == "cuda" and k < q and (precision == "fp32" or model.document_end is not None):
+    if device == "cuda" and k < q and (not halves or model.document_end is not None):
         elements += 2 * q  # `model.gpt.attend` repeats keys and values
-    size = tokens * elements * w + (tokens * model.n_head * FP32 if attention is None else attention)
-    size += 2 * _norm_activations(model.norm, precision, tokens, model.d_model, device)
+    size = tokens * elements * w + rank.replaced.get("attention", tokens * model.n_head * FP32)
+
+    def norm(name: str, rows: int, width: int) -> int:
+        """Beside input and output: fp32 statistics; on a CPU also fp32 copies of the input and, if it is not fp32, of the result."""
+        copies = NORM_SIZES[name].fp32_copies * (1 + halves) if device == "cpu" else 0
+        return rows * FP32 * (NORM_SIZES[name].statistics + copies * width)
+
+    size += 2 * norm(model.norm, tokens, model.d_model)
     if model.qk_norm:
-        size += sum(_norm_activations("rmsnorm", precision, tokens * width // model.d_head, model.d_head, device) for width in (q, k))
+        size += sum(norm("rmsnorm", tokens * width // model.d_head, model.d_head) for width in (q, k))
     if model.dropout and device == "cpu":
         # A mask in the working precision for each branch. Attention with dropout is not fused on a CPU: it saves fp32 copies of queries,
         # keys and values instead of one tensor, and three tensors of T x T per head: the softmax, the mask and their product.
-        size += 2 * unit + 3 * tokens * q * (FP32 - w) + 3 * B * model.n_head * model.seq_len**2 * FP32
+        size += 2 * rank.unit + 3 * tokens * q * (FP32 - w) + 3 * tokens * model.n_head * model.seq_len * FP32
     elif model.dropout:
-        size += 2 * unit // w  # one byte per element
+        size += 2 * rank.unit // w  # one byte per element
     return size
 
 
-def _norm_activations(norm: str, precision: str, rows: int, width: int, device: str) -> int:
-    """Bytes that a norm saves beside its input and output: fp32 statistics; RMSNorm, on a CPU, also its input and result in fp32."""
-    if norm == "layernorm":
-        return 2 * rows * FP32
-    assert norm == "rmsnorm", norm
-    copies = (1 if precision == "fp32" else 2) if device == "cpu" else 0
-    return rows * FP32 * (1 + copies * width)
-
-
-def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str, block: int) -> int:
-    """Bytes after the forward pass: embedding, blocks, last norm. A checkpointed segment of blocks keeps only its input."""
-    unit = B * model.seq_len * model.d_model * WIDTH[precision]
-    ends = 2 * unit + _document_mask(model, precision, B)  # the sum of the embeddings, the last norm's output
-    if model.dropout:
-        ends += unit if device == "cpu" else unit // WIDTH[precision]
-    return ends + (unit * checkpoints if checkpoints else block * model.n_layer)
-
-
-def _document_mask(model: GPTConfig, precision: str, B: int) -> int:
-    """If attention stays within documents: B T^2 elements, shared by all blocks until the end of their backward pass."""
-    return B * model.seq_len**2 * WIDTH[precision] if model.document_end is not None else 0
-
-
-def _loss_head(model: GPTConfig, precision: str, B: int) -> int:
+def _loss_head(rank: Rank) -> Iterator[Term]:
     """Logits and softmax of B T tokens, `LOSS_ROWS` rows in fp32 at a time: the larger of the forward and the backward pass.
 
     The forward pass needs most at its last rows: all logits in the working precision, all log-probabilities in fp32, and an fp32 copy of
     these rows if they are not fp32. The backward pass needs most at its first rows: all log-probabilities, and two fp32 gradients of these
-    rows.
+    rows. Each added loss of a technique has logits and their gradients, in the working precision and in fp32.
     """
-    w, tokens, V = WIDTH[precision], B * model.seq_len, model.padded_vocab_size
-    rows = min(LOSS_ROWS, tokens)
-    chunks = -(-tokens // LOSS_ROWS)
-    return max(tokens * V * w + rows * V * FP32 * (chunks + (w < FP32)), rows * V * FP32 * (chunks + 2))
+    w, tokens, V, halves = rank.w, rank.tokens, rank.model.padded_vocab_size, rank.w < FP32
+    row, chunks = min(LOSS_ROWS, tokens) * V * FP32, -(-tokens // LOSS_ROWS)
+    size = rank.replaced.get("loss_head", max(tokens * V * w + row * (chunks + halves), row * (chunks + 2)))
+    added = len(rank.techniques.added_losses) * 2 * (w + FP32 * halves) * tokens * V
+    yield Term("loss_head", size + added, ("forward",))
 
 
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def _buffers(model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, device: str) -> tuple[int, int, int]:
-    """Bytes of the reduction buckets, of the gathered weights, and of the copy that a reduction sends.
+def _buffers(rank: Rank) -> Iterator[Term]:
+    """The reduction buckets, the gathered weights, and the copy that a reduction sends.
 
     A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients.
     """
-    w, flat = WIDTH[precision], [n for group in parameter_sizes(model) for n in group]
-    N, bucket = sum(flat), int(sizes["reduce_bucket_size"])
+    stage, w, ranks = rank.stage, rank.w, rank.run.ranks
     if stage == 0:
-        return 0, 0, w * min(N, ALLREDUCE_ELEMENTS) if ranks > 1 else 0
-    # Parameters larger than the bucket are reduced in place.
-    bucketed = sum(n for n in flat if n <= bucket)
+        yield Term("buffers", w * min(sum(rank.flat), ALLREDUCE_ELEMENTS) if ranks > 1 else 0, ("backward",))
+        return
+    bucket = int(rank.zero["reduce_bucket_size"])
+    bucketed = sum(n for n in rank.flat if n <= bucket)  # larger parameters are reduced in place
     # overlap_comm is true by default at stage 3, else false. At stages 1 and 2 it adds a second bucket.
-    number = 2 if stage < 3 and sizes["overlap_comm"] else 1
-    buckets = w * (number * bucket if device == "cuda" else min(number * bucket, bucketed))
-    largest_sent = max(min(bucket, bucketed), max((n for n in flat if n > bucket), default=0))
+    elements = 2 * bucket if stage < 3 and rank.zero["overlap_comm"] else bucket
+    # Stage 3 always holds its bucket; stages 1 and 2 hold it from the first gradient on.
+    written = elements if rank.device == "cuda" else min(elements, bucketed)
+    yield Term("buffers", w * written, MOMENTS if stage == 3 else ("recompute", "backward"))
     # Slices of several ranks, or several tensors, are concatenated before they are sent.
-    copy = w * largest_sent if ranks > 1 or stage == 3 else 0
-    gathered = 0
+    largest_sent = max(min(bucket, bucketed), max((n for n in rank.flat if n > bucket), default=0))
+    yield Term("buffers", w * largest_sent if ranks > 1 or stage == 3 else 0, ("backward",))
     if stage == 3 and ranks > 1:
         # The whole weights, and the flat buffer of the last gather, from which they are copied.
-        whole = _gathers(model, sizes)[1]
-        gathered = w * (N if whole > 0.98 * N else whole) + w * min(int(sizes["stage3_prefetch_bucket_size"]), whole)
-    return buckets, gathered, copy
+        live = gathered_weights(rank)[1]
+        yield Term("buffers", w * (live + min(int(rank.zero["stage3_prefetch_bucket_size"]), live)), ("forward", "recompute", "backward"))
 
 
-def _gathers(model: GPTConfig, sizes: dict[str, Any]) -> tuple[int, int]:
-    """Stage 3: elements gathered in a forward and backward pass, and the maximum that is gathered at the same time.
+def gathered_weights(rank: Rank) -> tuple[int, int]:
+    """Stage 3: elements that are gathered in a forward and backward pass, and elements that are gathered at the same time; upper bounds.
 
-    Replays `PartitionedParameterCoordinator` over the modules in their order. The weights of a module are gathered unless they already
-    are. The prefetcher then goes through the following modules until it has requested a bucket of weights. After a module, its weights are
-    released, unless they persist, are used again within `stage3_max_reuse_distance` elements, or are part of the prefetcher's bucket. The
-    result is exact without prefetching. With prefetching it is up to 15% too large if not all weights are kept, because the engine never
-    changes its first decisions.
+    A weight stays gathered if it is used again within `stage3_max_reuse_distance` elements, so half of that distance stays from the forward
+    to the backward pass, and what is before it is gathered twice. Weights are gathered ahead until `stage3_max_live_parameters` are there;
+    the module that passes a limit is gathered whole. With the JSONs that ship, both are exact for models of less than half of the reuse
+    distance; for larger presets, the elements at the same time are at most 9% too many, and those in a pass at most 46%.
     """
-    elements = {name.removesuffix(".weight"): math.prod(shape) for name, shape in model_tensors(model).items() if name.endswith(".weight")}
-    elements["ln_f"] = sum(map(math.prod, norm_tensors(model, "ln_f").values()))
-    order = list(elements) + (["wte"] if model.tied_head else [])  # a tied head's weight is the embedding's
-    order += order[::-1]
-    prefetch, reuse = int(sizes["stage3_prefetch_bucket_size"]), int(sizes["stage3_max_reuse_distance"])
-    threshold, most = int(sizes["stage3_param_persistence_threshold"]), int(sizes["stage3_max_live_parameters"])
-    persistent = {name for name, n in elements.items() if n <= threshold}
-    whole, counted_on = set(persistent), dict.fromkeys(elements, -1)
-    gathered = fetched = largest = ahead = 0  # `fetched`: elements gathered and not released
-    for step, name in enumerate(order):
-        if name not in whole:
-            whole.add(name)
-            gathered, fetched = gathered + elements[name], fetched + elements[name]
-        if counted_on[name] < step:  # the prefetcher has not passed this place
-            ahead, counted_on[name] = step + 1, step
-        quota, asked = min(most - fetched, prefetch), 0
-        while prefetch and ahead < len(order) and asked < quota:
-            following = order[ahead]
-            counted_on[following] = ahead
-            if following not in whole:
-                whole.add(following)
-                asked += elements[following]
-            ahead += 1
-        gathered, fetched = gathered + asked, fetched + asked
-        largest = max(largest, sum(elements[other] for other in whole))
-        distance, again = 0, False
-        for other in order[step + 1 :]:
-            if distance >= reuse or again:
-                break
-            again, distance = other == name, distance + elements[other]
-        if not (again or name in persistent or counted_on[name] > step + 1):
-            whole.discard(name)
-            fetched -= elements[name]
-    return gathered, largest
+    zero, model = rank.zero, rank.model
+    reuse, ahead = int(zero["stage3_max_reuse_distance"]) // 2, int(zero["stage3_prefetch_bucket_size"])
+    gathered = sum(n for n in rank.flat if n > int(zero["stage3_param_persistence_threshold"]))
+    # A tied weight is used by the embedding and by the head.
+    used = gathered + model.padded_vocab_size * model.d_model * model.tied_head
+    largest = max(rank.flat)
+    live = largest + max(reuse + largest, int(zero["stage3_max_live_parameters"]) if ahead else 0)
+    return gathered if used <= reuse else 2 * used - reuse, min(sum(rank.flat), sum(rank.flat) - gathered + live)
 
 
-def _offload(
-    states: _States, sizes: dict[str, Any], stage: int, model: GPTConfig, precision: str, accumulation: int
-) -> tuple[set[str], int, int]:
-    """The names of the states that are not on the device, bytes in host memory, and bytes on NVMe."""
-    w, largest = WIDTH[precision], max(parameter_sizes(model)[0])
-    away: set[str] = set()
-    host, drive = 0, 0
-    section = sizes.get("offload_optimizer") or {}
-    if (device := section.get("device") or "none") != "none":
-        master = states.lasting["master_weights"]
-        moved = master + states.lasting["optimizer_states"]
-        away |= {"master_weights", "optimizer_states"} | ({"gradients"} if stage == 3 else set())
-        if device == "nvme":
-            # Weights, moments and fp32 gradients are on NVMe; one sub-group of each is in page-locked buffers.
-            drive += moved + master
-            host += states.largest_master * int(section.get("buffer_count") or 4) + states.gradients
-        else:
-            # The fp32 gradients of the update stay in memory, with the master weights.
-            host += moved + master
-            if stage == 3:
-                host += states.gradients
-            else:
-                # A copy of the updated partition in the working precision, a staging buffer, and the accumulated gradients.
-                host += master * w // FP32 + w * largest + (states.gradients if accumulation > 1 else 0)
-    section = sizes.get("offload_param") or {}
-    if (device := section.get("device") or "none") != "none":
-        away |= {"weights"}
-        if device == "nvme":
-            drive += states.lasting["weights"]
-            host += w * int(section.get("buffer_size") or BUFFER_SIZE) * int(section.get("buffer_count") or 5)
-            kept = section.get("max_in_cpu")  # moved back from the drive for good (DeepSpeed's stage3.py, _move_to_flat_buffer)
-            host += min(states.lasting["weights"], w * (MAX_IN_CPU if kept is None else int(kept)))
-        else:
-            host += states.lasting["weights"]
-    return away, host, drive
-
-
-def _snapshot(states: _States, sizes: dict[str, Any], stage: int) -> int:
-    """Bytes that rank 0 copies for a checkpoint: its states, at stage 3 without the weights, which DeepSpeed saves in fp32 only.
-
-    States on NVMe are copied on NVMe, file by file.
-    """
-    names = ["weights"] if stage < 3 else []
-    if (sizes.get("offload_optimizer") or {}).get("device") != "nvme":
-        names += ["master_weights", "optimizer_states"]
-    return sum(states.lasting[name] for name in names)
+#: The functions that yield the terms of a rank.
+TERMS: tuple[Callable[[Rank], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
 
 
 # --- bytes sent --------------------------------------------------------------------------------------------------------------------------
 
 
-def bytes_sent_per_step(
-    model: GPTConfig, precision: str, zero: dict[str, Any], ranks: int, accumulation: int = 1, own_group: Collection[str] = ()
-) -> int:
-    """Bytes that a rank sends per step from the second step on, counted as `bytes_sent` in the metrics.
+def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> int:
+    """Bytes that a rank sends per step of `accumulation` micro-batches, from the second step on, counted as `bytes_sent` in the metrics.
 
-    In the first step, stage 3 records the order of the modules and gathers more. Scalars are included: the loss with three stop flags in
-    fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for up to 8,000 of them, are not.
+    At stage 3 an upper bound, see `gathered_weights`. In the first step, stage 3 records the order of the modules and gathers more.
+    Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
+    up to 8,000 of them, are not.
     """
-    stage, sizes = zero["stage"], _with_defaults(zero)
-    w, share = WIDTH[precision], (ranks - 1) / ranks
-    groups = parameter_sizes(model, own_group)
-    flat = [n for group in groups for n in group]
-    N = sum(flat)
+    rank = Rank(run, model, "cuda", 0)
+    stage, zero, w, ranks, share = rank.stage, rank.zero, rank.w, run.ranks, (run.ranks - 1) / run.ranks
+    whole, padded = sum(rank.flat), ranks * sum(rank.owned)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
     if stage == 0:
-        return round(share * 2 * (w * N + loss_and_signals))
+        return round(share * 2 * (w * whole + loss_and_signals))
     if stage in (1, 2):
-        padded = sum(-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups)
         # The gradients are all-reduced, although each rank keeps only its part, unless each slice is reduced to its owner. Stage 2
         # reduces in every micro-batch, since it keeps no other gradients; stage 1 in the last one only.
-        to_owner = sizes["reduce_scatter"] and not sizes["use_multi_rank_bucket_allreduce"]
-        gradients = (1 if to_owner else 2) * w * N * (accumulation if stage == 2 else 1)
-        overflow = 1 if precision != "fp32" else 0
-        return round(share * (gradients + w * padded + 2 * (loss_and_signals + 4 * len(groups) + overflow)))
-    pieces = [-(-n // ranks) * ranks for n in flat]
-    persistent = sum(-(-n // ranks) * ranks for n in flat if n <= int(sizes["stage3_param_persistence_threshold"]))
-    gradients = w * sum(pieces) * accumulation  # reduce-scattered in every micro-batch
+        to_owner = zero["reduce_scatter"] and not zero["use_multi_rank_bucket_allreduce"]
+        gradients = (1 if to_owner else 2) * w * whole * (accumulation if stage == 2 else 1)
+        overflow = 1 if run.precision != "fp32" else 0
+        return round(share * (gradients + w * padded + 2 * (loss_and_signals + 4 * len(rank.groups) + overflow)))
+    persistent = sum(-(-n // ranks) * ranks for n in rank.flat if n <= int(zero["stage3_param_persistence_threshold"]))
+    gradients = w * padded * accumulation  # reduce-scattered in every micro-batch
     # Weights that do not persist are gathered in every micro-batch, as int8 if quantized; those that persist, after the update.
-    gathered, g = _gathers(model, sizes)[0] * accumulation, 1 if sizes.get("zero_quantized_weights") else w
-    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(groups)))
-    if (group := second_group(sizes, ranks)) == 1:
+    gathered, g = gathered_weights(rank)[0] * accumulation, 1 if zero.get("zero_quantized_weights") else w
+    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(rank.groups)))
+    if (group := second_group(zero, ranks)) == 1:
         return round(sent + share * g * gathered)
-    first = sum(pieces) - persistent  # once from all ranks, and then from the group that has the second copy
+    first = padded - persistent  # once from all ranks, and then from the group that has the second copy
     return round(sent + g * (share * first + (group - 1) / group * (gathered - first)))

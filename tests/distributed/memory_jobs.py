@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from launch.config.memory import MemoryPlan, memory_per_rank
-from launch.config.optimizer import state_tensors
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from launch.config.explain import bytes_of
+from launch.config.memory import MemoryPlan, Rank, gathered_weights, memory_per_rank
 from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
-from launch.training.run_folder.folder import NoFolder
 from recipes.registry import make_techniques
 from tests.distributed.jobs import pretrain
 from tests.distributed.muon_jobs import PeakMemory
@@ -24,12 +26,7 @@ PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
 
 def plan_of(config: RunConfig) -> MemoryPlan:
     """The plan of a resolved run on CPU ranks."""
-    zero = config.ds_config["zero_optimization"]
-    batch = config.micro_batch_size, config.gradient_accumulation_steps
-    techniques = make_techniques(config)
-    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpointed_segments)
-    states, terms = techniques.optimizer_tensors or state_tensors(config.optimizer), techniques.memory_terms(config.model_config, "cpu")
-    return memory_per_rank(*shape, optimizer_states=states, terms=terms, own_group=techniques.own_group)
+    return memory_per_rank(config, config.model_config, "cpu", make_techniques(config).checkpointed_segments)
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------
@@ -39,19 +36,19 @@ class _StatesInStep(Observer):
     """Counts the engine's tensors at the end of each backward pass of the second step, when all model states are there."""
 
     def start(self, training: TrainingEngine) -> None:
-        engine = training.deepspeed
-        self.calls, self.found, step = 0, [], engine.step
+        ds_engine = training.ds_engine
+        self.calls, self.found, step = 0, [], ds_engine.step
 
         def counted_step(*arguments: Any, **options: Any) -> Any:
             self.calls += 1
-            if engine.gradient_accumulation_steps() < self.calls <= 2 * engine.gradient_accumulation_steps():
-                self.found.append(states_of(engine))
+            if ds_engine.gradient_accumulation_steps() < self.calls <= 2 * ds_engine.gradient_accumulation_steps():
+                self.found.append(states_of(ds_engine))
             return step(*arguments, **options)
 
-        engine.step = counted_step
+        ds_engine.step = counted_step
 
 
-def states_of(engine: Any) -> dict[str, int]:
+def states_of(ds_engine: Any) -> dict[str, int]:
     """Bytes of all distinct tensor storages that hold the engine's model states, by part; each storage counts once, whole.
 
     weights: behind the module's parameters (at stage 3 behind their partitions, `ds_tensor`; gathered weights are buffers). gradients:
@@ -59,9 +56,9 @@ def states_of(engine: Any) -> dict[str, int]:
     groups and the `state` of torch's optimizer, as far as they are not the weights. `all`: every storage that the garbage collector
     knows of, so that nothing is overlooked.
     """
-    optimizer = engine.optimizer
+    optimizer = ds_engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
-    parameters = list(engine.module.parameters())
+    parameters = list(ds_engine.module.parameters())
     attribute = vars(optimizer).get
     parts = {
         "weights": [getattr(p, "ds_tensor", p) for p in parameters],
@@ -115,45 +112,28 @@ def tensors_in(holder: Any) -> Iterator[Any]:
         yield from itertools.chain.from_iterable(tensors_in(item) for item in holder)
 
 
-def states_in_step(flags: list[str]) -> tuple[RunConfig, list[dict[str, int]]]:
-    """Train two steps in this pool of ranks; this rank's model states after each backward pass of the second."""
-    from launch.pretrain import train
-    from launch.training.ranks.signals import StopRequest
-
-    config, _ = resolve([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0", "--quiet"])
-    states = _StatesInStep()
-    try:
-        assert train(config, NoFolder(), StopRequest(), [states]) == 0
-    finally:
-        gc.collect()
-    assert states.found, "no second step"
-    return config, states.found
-
-
 def model_states(flags: list[str]) -> dict[str, Any]:
-    """(measured, predicted) bytes of each part on this rank, at the end of a step."""
+    """Model states on this rank after each backward pass of the second of three steps, and bytes sent in the last; each as planned too."""
     before = sum(storage.nbytes() for storage in known_storages().values())  # of this pool's earlier jobs
-    config, (*_, found) = states_in_step(flags)
+    states = _StatesInStep()
+    lines = pretrain([*flags, "--steps", "3", "--eval_every", "0", "--save_every", "0"], [states])
+    assert states.found, "no second step"
+    config = resolve(flags)[0]
     plan = plan_of(config)
-    return (
-        {"not in a part": found["not in a part"] - before, "buffers": plan.parts["buffers"]}
-        | {"rank": int(os.environ["RANK"])}
-        | {name: (found[name], plan.parts[name]) for name in PARTS}
-    )
+    return {
+        "found": [{name: found[name] for name in PARTS} for found in states.found],
+        "planned": {name: plan.parts[name] for name in PARTS},
+        "buffers": plan.parts["buffers"],
+        "not in a part": states.found[-1]["not in a part"] - before,
+        "sent": (lines[-1]["bytes_sent"], bytes_of(config, config.model_config)),
+    }
 
 
-def largest_states(flags: list[str]) -> dict[str, int]:
-    """The bytes of each part on this rank, after that backward pass of a step after which their sum is largest."""
-    _, found = states_in_step(flags)
-    largest = max(found, key=lambda states: sum(states[part] for part in PARTS))
-    return {part: largest[part] for part in PARTS}
-
-
-def peak_of_update(flags: list[str]) -> tuple[int, int]:
-    """The most bytes that the last optimizer step at stage 3 has beside what is there before it, and the planned bytes."""
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Optimizer
-
-    update, peaks = Optimizer.step, list[int]()
+def peaks_at_stage_3(flags: list[str]) -> dict[str, tuple[int, int]]:
+    """Measured and planned bytes: the most that the last update has beside what is there before it; the most gathered weights of the last
+    steps, with the buffer of the last gather; and the bytes sent."""
+    update, peaks = DeepSpeedZeroOptimizer_Stage3.step, list[int]()
+    fetch, live = PartitionedParameterCoordinator.fetch_sub_module, list[int]()
 
     def measured(optimizer: Any, *arguments: Any) -> None:
         before = known_storages()  # kept until the end, so that no address is used again
@@ -162,7 +142,29 @@ def peak_of_update(flags: list[str]) -> tuple[int, int]:
         with memory:
             update(optimizer, *arguments)
         peaks.append(memory.peak)
+        if len(peaks) == 1:
+            live.clear()  # the first step records the order of the modules
 
-    with mock.patch.object(Optimizer, "step", measured):
-        pretrain(flags)
-    return peaks[-1], plan_of(resolve(flags)[0]).parts["update"]
+    def counted(coordinator: Any, module: Any, forward: bool) -> None:
+        fetch(coordinator, module, forward)
+        if whole is not None:  # as in the engines that probe DeepSpeed before the run's own
+            live.append(sum(p.ds_numel for p in whole.parameters() if p.ds_status != ZeroParamStatus.NOT_AVAILABLE))
+
+    class Model(Observer):
+        def start(self, training: TrainingEngine) -> None:
+            nonlocal whole
+            whole = training.ds_engine.module
+
+    whole: Any = None
+    config = resolve(flags)[0]
+    with (
+        mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "step", measured),
+        mock.patch.object(PartitionedParameterCoordinator, "fetch_sub_module", counted),
+    ):
+        lines = pretrain(flags, [Model()])
+    rank = Rank(config, config.model_config, "cpu", 0)
+    return {
+        "update": (peaks[-1], plan_of(config).parts["update"]),
+        "live": (max(live), gathered_weights(rank)[1]),
+        "sent": (lines[-1]["bytes_sent"], bytes_of(config, config.model_config)),
+    }

@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_pipeline.shards import open_corpus
-from launch.config.memory import bytes_sent_per_step, memory_per_rank
+from launch.config.memory import memory_per_rank
 from launch.config.run_config import resolve
 from model.accounting import parameter_count
 from model.gpt import GPT
 from model.layout import Layout
-from model.presets import GPTConfig
-from tests.distributed.memory_jobs import PARTS
 from tests.helpers import config_of
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
 STATES_WITHIN = 0.02
+JOB = "tests.distributed.memory_jobs:model_states"
 
 
 def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
@@ -47,47 +45,9 @@ def test_the_activations_of_a_block_are_what_autograd_saves(precision, architect
     for known in (x, *block.parameters(), *(block.attn.layout.rotation or ())):
         saved.pop(known.untyped_storage().data_ptr(), None)
     saved[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()  # which the next block saves
-    plans = [
-        memory_per_rank(replace(model, n_layer=layers), precision, {"stage": 0}, 1, B, device="cpu").parts["activations"]
-        for layers in (2, 3)
-    ]
+    run = resolve(["--deepspeed_config", f"ds_configs/zero0_{precision}.json", "--explain", "--micro_batch_size", str(B)])[0]
+    plans = [memory_per_rank(run, replace(model, n_layer=layers), "cpu").parts["activations"] for layers in (2, 3)]
     assert sum(saved.values()) == pytest.approx(plans[1] - plans[0], rel=STATES_WITHIN)
-
-
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_model_states_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage, precision, accumulation):
-    batch = ["--micro_batch_size", "1", "--global_batch_size", str(2 * accumulation)]
-    run = flags(corpus, tmp_path, f"zero{stage}_{precision}", *SHAPE, *batch)
-    ranks = two_ranks.run("tests.distributed.memory_jobs:model_states", flags=run)
-    # The plan is that of the rank that holds most; only gradients differ between ranks.
-    for part in PARTS:
-        measured, predicted = max(rank[part] for rank in ranks)
-        assert measured == pytest.approx(predicted, rel=STATES_WITHIN, abs=4096), (part, measured, predicted)
-    # What the garbage collector knows of besides: gathered weights and copies, batches.
-    assert all(rank["not in a part"] <= rank["buffers"] + 4 * 2**20 for rank in ranks), ranks
-    measured, predicted = (max(sum(rank[part][i] for part in PARTS) for rank in ranks) for i in (0, 1))
-    assert measured == pytest.approx(predicted, rel=STATES_WITHIN)
-
-
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 3)), 2])
-def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, stage):
-    run = flags(corpus, tmp_path, "muon", *SHAPE, "--set", f"zero_optimization.stage={stage}", "--global_batch_size", "4")
-    ranks = two_ranks.run("tests.distributed.memory_jobs:model_states", flags=run)
-    for part in PARTS:
-        measured, predicted = max(rank[part] for rank in ranks)
-        assert measured == pytest.approx(predicted, rel=STATES_WITHIN), (part, measured, predicted)
-    assert all(rank["optimizer_states"][0] < 1.6 * rank["master_weights"][0] for rank in ranks), "AdamW has 2"
-
-
-@pytest.mark.parametrize("limit", [100_000, 10**9])
-def test_an_update_at_stage_3_needs_memory_for_a_sub_group(two_ranks, corpus, tmp_path, limit):
-    # Without weights that are gathered at the end of the step.
-    keys = [f"--set=zero_optimization.{key}" for key in (f"sub_group_size={limit}", "stage3_param_persistence_threshold=0")]
-    run = flags(corpus, tmp_path, "zero3_bf16", *SHAPE, *keys, "--steps", "2", "--global_batch_size", "2")
-    for measured, planned in two_ranks.run("tests.distributed.memory_jobs:peak_of_update", flags=run):
-        assert measured == pytest.approx(planned, rel=STATES_WITHIN)
 
 
 def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
@@ -96,25 +56,54 @@ def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
     return weights / (ranks if stage >= 3 else 1) + gradients / (ranks if stage >= 2 else 1) + optimizer / (ranks if stage >= 1 else 1)
 
 
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp32", "fp16"))])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_model_states_are_what_the_zero_paper_says(two_ranks, corpus, tmp_path, stage, precision):
-    """At their most in a step of two micro-batches: 16 bytes a parameter, of which a stage divides its share by the ranks."""
-    run = flags(corpus, tmp_path, f"zero{stage}_{precision}", *SHAPE, "--micro_batch_size", "1", "--global_batch_size", "4")
-    config, _ = resolve(run, ranks=2)
-    parameters = parameter_count(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size))
-    for states in two_ranks.run("tests.distributed.memory_jobs:largest_states", flags=run):
-        assert sum(states.values()) == pytest.approx(parameters * bytes_per_parameter(stage, 2, precision), rel=0.1)
-
-
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_on_the_wire_are_those_counted(two_ranks, corpus, tmp_path, stage, precision, accumulation):
-    batch = ["--micro_batch_size", "1", "--global_batch_size", str(2 * accumulation), "--steps", "3", "--run_name", "r"]
+def test_model_states_and_bytes_sent_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage, precision, accumulation):
+    batch = ["--micro_batch_size", "1", "--global_batch_size", str(2 * accumulation), "--run_name", "r"]
     run = flags(corpus, tmp_path, f"zero{stage}_{precision}", *SHAPE, *batch)
-    lines = two_ranks.train(run)
-    config, _ = resolve(run, ranks=2)
-    model = GPTConfig(**vars(config.shape), vocab_size=open_corpus(corpus).vocab_size)
-    predicted = bytes_sent_per_step(model, precision, config.ds_config["zero_optimization"], 2, accumulation)
-    assert lines[-1]["bytes_sent"] == predicted
+    ranks = two_ranks.run(JOB, flags=run)
+    # The plan is that of the rank that holds most; only gradients differ between ranks.
+    assert largest(ranks) == pytest.approx(ranks[0]["planned"], rel=STATES_WITHIN, abs=4096)
+    assert max(sum(rank["found"][-1].values()) for rank in ranks) == pytest.approx(sum(ranks[0]["planned"].values()), rel=STATES_WITHIN)
+    for rank in ranks:
+        # What the garbage collector knows of besides: gathered weights and copies, batches.
+        assert rank["not in a part"] <= rank["buffers"] + 4 * 2**20
+        assert rank["sent"][0] == rank["sent"][1]
+        if accumulation > 1:  # at their most in a step, 16 bytes a parameter, of which a stage divides its share by the ranks
+            most = max(sum(found.values()) for found in rank["found"])
+            parameters = parameter_count(resolve(run, ranks=2)[0].model_config)
+            assert most == pytest.approx(parameters * bytes_per_parameter(stage, 2, precision), rel=0.1)
+
+
+def largest(ranks: list[dict]) -> dict[str, int]:
+    """The most bytes of each part that a rank has after the last backward pass."""
+    return {part: max(rank["found"][-1][part] for rank in ranks) for part in ranks[0]["planned"]}
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 3)), 2])
+def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, stage):
+    run = flags(corpus, tmp_path, "muon", *SHAPE, "--set", f"zero_optimization.stage={stage}", "--global_batch_size", "4")
+    ranks = two_ranks.run(JOB, flags=[*run, "--run_name", "r"])
+    found = largest(ranks)
+    assert found == pytest.approx(ranks[0]["planned"], rel=STATES_WITHIN)
+    assert found["optimizer_states"] < 1.6 * found["master_weights"], "AdamW has 2"
+
+
+@pytest.mark.parametrize(
+    ("sub_group", "reuse", "live", "prefetch"),
+    [(100_000, 500_000, 300_000, 0), (10**9, 0, 300_000, 50_000), (10**9, 10**9, 10**9, 10**7)],
+    ids=["kept", "gathered ahead", "all kept"],
+)
+def test_an_update_and_the_weights_gathered_at_stage_3_are_planned(two_ranks, corpus, tmp_path, sub_group, reuse, live, prefetch):
+    """A sub-group's update exactly; of gathered weights and bytes sent an upper bound."""
+    keys = {"sub_group_size": sub_group, "stage3_max_reuse_distance": reuse, "stage3_max_live_parameters": live}
+    # Without weights that are gathered at the end of the step.
+    keys |= {"stage3_prefetch_bucket_size": prefetch, "stage3_param_persistence_threshold": 0}
+    run = flags(corpus, tmp_path, "zero3_bf16", *SHAPE, *(f"--set=zero_optimization.{key}={value}" for key, value in keys.items()))
+    for peaks in two_ranks.run("tests.distributed.memory_jobs:peaks_at_stage_3", flags=[*run, "--steps", "3", "--global_batch_size", "2"]):
+        print(peaks)
+        assert peaks["update"][0] == pytest.approx(peaks["update"][1], rel=STATES_WITHIN)
+        for name in ("live", "sent"):
+            measured, planned = peaks[name]
+            assert 0.5 * planned <= measured <= planned, (name, measured, planned)
