@@ -11,7 +11,7 @@ endif
 CORPUS := data/stdlib
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup data pretrain test test_all lint bench gpu pages slow_network clean
+.PHONY: setup data pretrain test test_all lint bench gpu pages clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -67,9 +67,6 @@ gpu: $(INSTALLED)  ## correctness and utilization on a GPU (benchmarks/gpu/READM
 pages: $(INSTALLED)  ## all generated pages, tables and pictures, from the committed results
 	$(BIN)/python -m launch.comparison.recipe_pages --write
 	$(BIN)/python -m benchmarks --pages
-
-slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
-	$(BIN)/python -m benchmarks slow_network
 
 clean:  ## remove the virtual environment and the caches (never data/ or runs/)
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -18,10 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from data_pipeline.staging import write_atomically
-from launch.comparison.interleaved import run_interleaved
 from launch.config.flags import as_words, whole_number
 from launch.config.run_config import resolve
 from launch.errors import UsageError, nearest, run_command
@@ -32,7 +31,6 @@ from launch.training.run_folder.folder import RunFolder
 from launch.training.run_folder.provenance import describe_run, machine, repository_commit, versions
 from model.presets import ARCHITECTURES
 
-T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 #: `BENCHMARK_RESULTS` names another file.
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results.json"))
@@ -93,17 +91,6 @@ def model_name(arguments: argparse.Namespace) -> str:
     return arguments.preset if arguments.architecture == "gpt2" else f"{arguments.preset}, {arguments.architecture}"
 
 
-def sides_of(texts: Iterable[str]) -> dict[str, list[str]]:
-    """The flags of launch/pretrain.py by the side's name. Raises UsageError for a text that is not 'NAME: FLAGS'."""
-    found: dict[str, list[str]] = {}
-    for text in texts:
-        name, colon, flags = text.partition(": ")
-        if not (name and colon and flags.strip()) or name in found:
-            raise UsageError(f"--side {text!r}: must be 'NAME: FLAGS', with a name that no other side has")
-        found[name] = flags.split()
-    return found
-
-
 def cells_parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of a benchmark that measures cells, each with its own record."""
     made = parser(description)
@@ -162,19 +149,14 @@ def interleave(sides: dict[str, Callable[[], Any]], rounds: int, warm_up: int) -
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(warm_up + rounds):
-        for name in rotated(names, number):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
             sides[name]()
             if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
     return {name: times[warm_up:] for name, times in seconds.items()}
-
-
-def rotated(sides: list[T], turn: int) -> list[T]:
-    """The order of the sides in a turn: each turn begins with the next side."""
-    first = turn % len(sides)
-    return sides[first:] + sides[:first]
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -214,16 +196,6 @@ def train(flags: list[str], folder: str | Path, *observers: Observer) -> list[di
 def step_lines(run: Path) -> list[dict[str, Any]]:
     """The lines of the steps in a run's `metrics.jsonl`."""
     return [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
-
-
-def train_interleaved(scripts: list[list[str]], folder: str) -> None:
-    """Run scripts that train, each a path and its arguments, in processes of their own with interleaved steps."""
-    codes: dict[str, int] = {}
-    numbered = {str(number): (1, script) for number, script in enumerate(scripts)}
-    run_interleaved(numbered, Path(folder), lambda name, steps: None, codes.__setitem__)
-    for name, code in codes.items():
-        if code:
-            fail(scripts[int(name)], code, Path(folder, f"{name}.out").read_text(encoding="utf-8"))
 
 
 def records() -> list[dict[str, Any]]:

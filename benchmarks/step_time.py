@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import report
+from launch.comparison.interleaved import run_interleaved
 from launch.config.run_config import resolve
+from launch.errors import UsageError
 
 QUICK = ("--preset", "nano", "--steps", "25")
 SIDES = (
@@ -29,15 +32,36 @@ SIDES = (
 )
 
 
+def sides_of(texts: Iterable[str]) -> dict[str, list[str]]:
+    """The flags of launch/pretrain.py by the side's name. Raises UsageError for a text that is not 'NAME: FLAGS'."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, colon, flags = text.partition(": ")
+        if not (name and colon and flags.strip()) or name in found:
+            raise UsageError(f"--side {text!r}: must be 'NAME: FLAGS', with a name that no other side has")
+        found[name] = flags.split()
+    return found
+
+
+def train_interleaved(scripts: list[list[str]], folder: str) -> None:
+    """Run scripts that train, each a path and its arguments, in processes of their own with interleaved steps."""
+    codes: dict[str, int] = {}
+    numbered = {str(number): (1, script) for number, script in enumerate(scripts)}
+    run_interleaved(numbered, Path(folder), lambda name, steps: None, codes.__setitem__)
+    for name, code in codes.items():
+        if code:
+            report.fail(scripts[int(name)], code, Path(folder, f"{name}.out").read_text(encoding="utf-8"))
+
+
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train all sides; one record."""
-    sides = report.sides_of(arguments.side or SIDES)
+    sides = sides_of(arguments.side or SIDES)
     for flags in sides.values():
         resolve([*report.run_flags(arguments), *flags])  # a mistake is reported before the first side is built
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = ["launch/pretrain.py", *report.run_flags(arguments), "--runs_dir", folder]
         runs = [[*command, *flags, "--run_name", str(number)] for number, flags in enumerate(sides.values())]
-        report.train_interleaved(runs, folder)
+        train_interleaved(runs, folder)
         lines = {name: report.step_lines(Path(folder, str(number))) for number, name in enumerate(sides)}
     count = min(map(len, lines.values()))  # techniques may plan more steps
     counted = {name: steps[report.WARM_UP_STEPS : count] for name, steps in lines.items()}
