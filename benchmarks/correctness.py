@@ -28,17 +28,15 @@ ONLY_BY_NAME = "it needs a GPU"
 PROCESSES = 12
 FILES = {
     "parity": ["tests/distributed/test_engine_follows_plain_pytorch.py", "tests/distributed/test_unfused_step.py"],
-    "fused kernels": ["tests/test_fused_kernels.py", "tests/distributed/test_fused_kernels.py"],
+    "fused kernels": ["tests/test_fused_kernels.py", "tests/distributed/test_techniques_act.py"],
     "fp8, tf32, ZeRO++": ["tests/test_fp8.py", "tests/test_tf32.py", "tests/test_shipped_configs.py", "tests/distributed/test_zeropp.py"],
-    "layers and tokens dropped": ["tests/distributed/test_progressive_layer_drop.py", "tests/distributed/test_random_ltd.py"],
-    "batches and lengths": ["tests/distributed/test_curriculum_learning.py", "tests/distributed/test_batch_size_warmup.py"],
+    "layers and tokens dropped": ["tests/distributed/test_techniques_resume.py"],
+    "batches and lengths": ["tests/distributed/test_techniques_together.py"],
     "LAMB, Muon and 1-bit optimizers": [
-        "tests/distributed/test_lamb.py",
         "tests/distributed/test_muon.py",
-        "tests/distributed/test_one_bit_optimizers.py",
-        "tests/distributed/test_zero_one_adam.py",
+        "tests/distributed/test_compressing_optimizers.py",
     ],
-    "activations and documents": ["tests/test_activation_checkpointing.py", "tests/distributed/test_no_cross_document.py"],
+    "activations and documents": ["tests/test_activation_checkpointing.py"],
     "resume and export": [
         "tests/distributed/test_schedules.py",
         "tests/distributed/test_resume.py",
@@ -53,8 +51,8 @@ def cells(tiny: bool = False) -> dict[str, list[str]]:
     if tiny:
         some = ["--device", "cpu", "-m", "not long", "-k"]
         return {
-            "parity": [*FILES["parity"], *some, "without_bias_correction"],
-            "LAMB, Muon and 1-bit optimizers": ["tests/distributed/test_lamb.py", *some, "parameters_act"],
+            "parity": [*FILES["parity"], *some, "bias and correction"],
+            "LAMB, Muon and 1-bit optimizers": ["tests/distributed/test_muon.py", *some, "bytes_on_the_wire"],
             "resume and export": ["tests/distributed/test_schedules.py", *some, "rate_of_its_schedule and WarmupLinearTokens"],
         }
     return {name: [*files, "--device", "cuda", "-n", str(PROCESSES)] for name, files in FILES.items()}

@@ -34,9 +34,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in (asyncio, json):
         for file in sorted(Path(package.__file__).parent.glob("*.py")):
             (source / f"{package.__name__}_{file.name}").write_bytes(file.read_bytes())
-    command = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", out / "tokens", "--tokenizer", "bpe:1024"]
+    return prepared(source, out / "tokens", "--tokenizer", "bpe:1024")
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of documents of 4 to 60 bytes, which are its tokens: several in every window."""
+    out = tmp_path_factory.mktemp("short")
+    source = out / "text"
+    source.mkdir()
+    for number in range(900):
+        # The first word decides the others, so that what stood before the document says nothing of it.
+        words = ["one", "three", "five", "sevens"][number % 4 : number % 4 + 1] * (1 + number * 7 % 9)
+        (source / f"{number}.txt").write_text(f"{number}{' '.join(words)}.", encoding="utf-8")
+    return prepared(source, out / "tokens", "--tokenizer", "bytes")
+
+
+def prepared(source: Path, out: Path, *flags: str) -> Path:
+    """A corpus made by the real command."""
+    command = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", out, *flags]
     subprocess.run([*command, "--val_fraction", "0.15", "--quiet"], cwd=ROOT, check=True)
-    return out / "tokens"
+    return out
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 
 from launch.config.explain import explain
 from launch.config.run_config import resolve
-from launch.errors import UsageError
 from recipes.activation_checkpointing.technique import ActivationCheckpointing, segment_bounds
 from recipes.registry import make_techniques
 
@@ -61,20 +60,6 @@ def test_losses_are_those_without_it(config, few_ranks, corpus, tmp_path):
     assert train("on_host", ON_HOST, TWO) == plain
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_blocks_that_another_technique_drops_are_not_computed_again(stage, two_ranks, corpus, tmp_path):
-    offload = ('zero_optimization.offload_optimizer={"device": "cpu"}',) if stage else ()
-
-    def train(name: str, *sets: str) -> list[float]:
-        job = {"technique": "DroppedBlock", "flags": flags(corpus, tmp_path, f"zero{stage}_fp32", name, sets=(*offload, *sets))}
-        return [line.get("loss") for line in two_ranks.run("tests.distributed.jobs:pretrain_with", **job)[0]]
-
-    plain = train("plain")
-    assert train("each", EACH) == plain
-    assert train("two", TWO) == plain
-
-
 def sections(corpus, tmp_path, *sets: str):
     return resolve(flags(corpus, tmp_path, "zero1_bf16", "r", sets=sets), ranks=2)[0]
 
@@ -110,13 +95,6 @@ def test_checkpoints_on_the_host_are_planned_there(corpus, tmp_path):
     assert other["host"] - gpu["host"] == gpu["activations"] - other["activations"] == inputs
     assert other["peak"] <= gpu["peak"]
     assert on_device["memory_per_rank"]["cpu"] == on_host["memory_per_rank"]["cpu"]
-
-
-def test_more_segments_than_blocks_are_refused(corpus, tmp_path):
-    with pytest.raises(
-        UsageError, match=r"activation_checkpointing.number_checkpoints.* is 6, but the model has 5 blocks; write at most 5"
-    ):
-        sections(corpus, tmp_path, "activation_checkpointing.number_checkpoints=6")
 
 
 @pytest.mark.parametrize("key", ActivationCheckpointing.declaration.ignored)

@@ -91,34 +91,6 @@ def test_the_micro_batch_is_the_largest_divisor_up_to_the_runs():
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["min_batch_size=3"], "min_batch_size' is 3, which 2 ranks cannot share evenly; write a multiple of 2"),
-        (["increment=7"], "increment' is 7, which 2 ranks cannot share evenly; write a multiple of 2"),
-        (["min_batch_size=64"], "min_batch_size' is 64, above the global batch of 32; lower it, or raise --global_batch_size"),
-        (["min_batch_size=8", "increment=10"], "increment' is 10, which does not divide the 24 sequences from 8 to 32; write a divisor"),
-        (["warmup_tokens=512001"], "warmup_tokens' is 512001, but the run has 512000; lower it, or raise --steps"),
-        (["warmup_tokens=0"], "warmup_tokens is 0; write 1 or more"),
-        (["min_batch_size=0"], "min_batch_size is 0; write 1 or more"),
-        (["min_batch_size=2.5"], "min_batch_size is 2.5; write a whole number"),
-        (["increments=8"], "increments: unknown key; did you mean 'increment'?"),
-    ],
-)
-def test_a_bad_value_is_one_line(settings, said):
-    done = explain("--ranks", "2", *(text for setting in settings for text in ("--set", f"batch_size_warmup.{setting}")))
-    assert done.returncode == 2
-    assert said.replace("'", "") in done.stderr.replace("'", "")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_schedule_by_steps_is_refused():
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 10}}
-    done = explain("--set", f"scheduler={json.dumps(schedule)}")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "counts steps of equal size; use WarmupCosineTokens" in done.stderr
-
-
 def test_explain_counts_the_steps_and_says_what_grows():
     done = explain("--ranks", "2")
     page = json.loads(done.stdout)

@@ -61,45 +61,6 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
     assert [length_at(step, section) for step in range(1, 150)] == [scheduler.get_difficulty(step) for step in range(1, 150)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["min_difficulty=200"], "min_difficulty is 200, above max_difficulty, 128"),
-        (["max_difficulty=256"], "max_difficulty is 256, above seq_len, 128"),
-        (["min_difficulty=0"], "min_difficulty is 0; write 1 or more"),
-        (["schedule_config.difficulty_step=24"], "does not divide max_difficulty, 128"),
-        (["schedule_config.total_curriculum_step=0"], "total_curriculum_step is 0; write 1 or more"),
-        (["schedule_type=cubic"], 'write one of "fixed_linear", "fixed_root", "fixed_discrete"'),
-        (["curriculum_type=vocabulary"], 'is "vocabulary"; write "seqlen"'),
-        (["schedule_type=fixed_root"], "root_degree must be a number above 0"),
-        (["schedule_config.root_degree=2"], "has no effect with fixed_linear"),
-        (["schedule_type=fixed_root", "schedule_config.root_degree=0"], "root_degree must be a number above 0"),
-        (
-            ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16], "max_step": [3, 5]}'],
-            "needs one step fewer than lengths",
-        ),
-        (["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16, 32], "max_step": [5, 3]}'], "must rise"),
-        (
-            ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 160], "max_step": [5]}'],
-            "lie from 1 to the model's seq_len, 128",
-        ),
-        (["mode=crop"], 'write one of "truncate", "reshape"'),
-    ],
-)
-def test_a_bad_value_is_one_line(settings, said):
-    done = explain(*(text for setting in settings for text in ("--set", f"curriculum_learning.{setting}")))
-    assert done.returncode == 2
-    assert said in done.stderr.replace("root_degree' must", "root_degree must")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_schedule_by_steps_is_refused():
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
-    done = explain("--set", f"scheduler={json.dumps(schedule)}")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "counts steps of equal size; use WarmupCosineTokens" in done.stderr
-
-
 @pytest.mark.parametrize("length", [8, 16, 24, 40, 64])
 @pytest.mark.parametrize("mode", ["truncate", "reshape"])
 def test_each_token_is_a_target_once_at_most_behind_the_one_before_it(mode, length):
@@ -123,24 +84,6 @@ def test_each_token_is_a_target_once_at_most_behind_the_one_before_it(mode, leng
     # Left out is what follows: all behind the length, or a remainder shorter than a row.
     behind = length if mode == "truncate" else 64 // length * length
     assert set(targets) == {int(token) for token in windows[:, 1 : behind + 1].flatten()}
-
-
-#: DeepSpeed's documentation (docs/_tutorials/curriculum-learning.md, docs/_pages/config-json.md) before it dropped the section.
-DOCUMENTED = [
-    {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 15000, "difficulty_step": 8}},
-    {"schedule_type": "fixed_root", "schedule_config": {"total_curriculum_step": 40000, "difficulty_step": 8, "root_degree": 2}},
-    {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1, 2, 3], "max_step": [5, 10]}},
-]
-
-
-@pytest.mark.parametrize("schedule", DOCUMENTED, ids=lambda schedule: schedule["schedule_type"])
-def test_the_documented_forms_are_accepted(schedule):
-    section = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024, **schedule}
-    done = explain("--set", f"curriculum_learning={json.dumps(section)}", "--seq_len", "1024")
-    assert done.returncode == 0, done.stderr
-    discrete, said = schedule["schedule_type"] == "fixed_discrete", json.loads(done.stdout)
-    assert said["over_the_run"][0]["seq_len"] == (1 if discrete else 8)
-    assert any("min_difficulty and max_difficulty have no effect" in note for note in said["notes"]) == discrete
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: json.dumps(section))

@@ -251,29 +251,6 @@ def test_auto_is_every_kernel():
     assert said["engine"].keys() == spelled_out["engine"].keys()
 
 
-@pytest.mark.parametrize(
-    ("section", "line"),
-    [
-        ({}, "switches no kernel on"),
-        (dict.fromkeys(KERNELS, False), "switches no kernel on"),
-        ({"attention": "flash"}, 'fused_kernels.attention is "flash"; write one of true, false, or "auto"'),
-        ({"compile": "whole"}, 'write one of true, false, or "auto"'),
-        ({"atention": True}, "did you mean 'attention'?"),
-        ({"enabled": 1, "attention": True}, "write true or false"),
-    ],
-)
-def test_a_wrong_value_is_one_line(section, line):
-    assert line in refusal("--set", f"fused_kernels={json.dumps(section)}")
-
-
-@pytest.mark.parametrize("section", ["on", 3, None, ["auto"], True])
-def test_a_section_of_another_type_is_told_what_it_may_be(section):
-    line = refusal("--set", f"fused_kernels={json.dumps(section)}")
-    assert line.endswith(
-        f'fused_kernels is {json.dumps(section)}; write an object with keys such as enabled, attention, cross_entropy, or "auto"'
-    )
-
-
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_kernel_of_a_component_that_the_model_lacks_is_refused_if_asked_for(name):
     own, other = ("gpt2", "llama") if name in ("layer_norm", "gelu") else ("llama", "gpt2")

@@ -24,17 +24,6 @@ from tests import helpers
 FLAGS = ("--recipe", "recipes/one_bit_adam", "--ranks", "2", "--data", "no/corpus")
 explained, refusal = partial(helpers.explained, *FLAGS), partial(helpers.refusal, *FLAGS)
 PARAMS = "optimizer.params"
-#: What every 1-bit optimizer refuses, with words of the message.
-REFUSED_BY_ALL = [
-    (f"{PARAMS}.betas=[0.9,1.0]", "write two numbers from 0 to below 1"),
-    (f"{PARAMS}.max_grad_norm=1", "it belongs to 'gradient_clipping'"),
-    (f"{PARAMS}.cuda_aware=3", "is 3; write true or false"),
-    (f"{PARAMS}.comm_backend_name=7", "is 7; write a string"),
-    *(
-        (f"zero_optimization.stage={stage}", "compresses the momentum of the whole model on every rank; write 0, or use AdamW")
-        for stage in (1, 2, 3)
-    ),
-]
 NANO = 50_304 * 256 + 128 * 256 + 4 * (12 * 256**2 + 13 * 256) + 2 * 256
 
 
@@ -52,22 +41,6 @@ def test_the_errors_count_in_the_plan_of_memory():
         explained(*flags)["memory_per_rank"]["cpu"] for flags in ((), ("--set", f"optimizer={json.dumps({'type': 'AdamW'})}"))
     )
     assert one_bit["optimizer_states"] - adamw["optimizer_states"] == pytest.approx(4 * NANO * 1.5, rel=1e-3)
-
-
-def test_upstreams_documented_form_is_accepted_with_a_word():
-    params = {
-        "lr": 1e-3,
-        "weight_decay": 0.01,
-        "bias_correction": False,
-        "freeze_step": 100,
-        "cuda_aware": True,
-        "comm_backend_name": "nccl",
-    }
-    said = explained("--steps", "400", "--set", f"optimizer={json.dumps({'type': 'OneBitAdam', 'params': params})}")
-    assert said["engine"][f"{PARAMS}.freeze_step"]["value"] == 100
-    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of OneBitAdam"}
-    for key in ("cuda_aware", "comm_backend_name"):
-        assert any(f"{PARAMS}.{key} has no effect here" in note for note in said["notes"])
 
 
 def test_what_is_sent_follows_the_type_that_gradients_are_reduced_in():
@@ -92,35 +65,6 @@ def test_the_planned_bytes_count_the_steps_that_a_batch_size_warmup_adds(recipe,
 def test_a_variance_that_is_frozen_while_the_rate_rises_gets_a_word():
     said = explained("--steps", "400", "--warmup_steps", "100")
     assert any("frozen after step 80, while the learning rate rises until step 100" in note for note in said["notes"])
-
-
-def test_one_rank_is_told_that_nothing_is_compressed():
-    said = helpers.explained("--recipe", "recipes/one_bit_adam", "--data", "no/corpus")
-    assert any("one rank sends nothing" in note for note in said["notes"])
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (f"{PARAMS}.freeze_step=400", "acts from step 401 on, but the run ends at step 400; lower it"),
-        (f"{PARAMS}.freeze_step=100000", "acts from step 100,001 on"),
-        (f"{PARAMS}.freeze_step=0", "is 0; write 1 or more"),
-        (f"{PARAMS}.freeze_step=-3", "is -3; write 1 or more"),
-        (f"{PARAMS}.freeze_step=1.5", "is 1.5; write a whole number"),
-        (f'{PARAMS}.freeze_step="Auto"', 'is "Auto"; write a whole number'),
-        (f"{PARAMS}.freeze_step=true", "is true; write a whole number"),
-        (f"{PARAMS}.betas=[-0.1,0.99]", "write two numbers from 0 to below 1"),
-        (f"{PARAMS}.betas=[0.9]", "write two numbers from 0 to below 1"),
-        (f"{PARAMS}.eps=0", "is 0"),
-        (f"{PARAMS}.freezestep=80", "did you mean 'freeze_step'?"),
-        *REFUSED_BY_ALL,
-        ('gradient_allreduce_op="sum"', 'is "sum", so training would depend on the number of ranks'),
-    ],
-)
-def test_what_cannot_be_is_one_line_and_exit_code_2(setting, message):
-    line = refusal("--steps", "400", "--set", setting)
-    assert line.startswith(f"error: --set {setting.partition('=')[0]}")
-    assert message in line
 
 
 def test_a_curriculum_makes_the_run_long_enough():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from functools import partial
 
 import pytest
@@ -25,15 +24,6 @@ def test_three_tenths_of_the_run_are_lamb():
 def test_the_errors_and_the_fresh_variance_count_in_the_plan_of_memory():
     one_bit, lamb = (explained(f"recipes/{name}")["memory_per_rank"]["cpu"]["optimizer_states"] for name in ("one_bit_lamb", "lamb"))
     assert one_bit - lamb == pytest.approx(4 * NANO * 2.5, rel=1e-3)
-
-
-def test_upstreams_documented_form_is_accepted_with_a_word():
-    params = {"lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "freeze_step": 100, "max_coeff": 0.3, "min_coeff": 0.01}
-    params |= {"cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5}
-    params |= {"factor_threshold": 0.1, "amsgrad": False, "eps_inside_sqrt": False}
-    said = explained("recipes/one_bit_lamb", "--set", f"optimizer={json.dumps({'type': 'OneBitLamb', 'params': params})}")
-    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of OneBitLamb"}
-    assert any(f"{PARAMS}.comm_backend_name has no effect here" in note for note in said["notes"])
 
 
 def steps_of(lamb: CompressedLamb, gradients: list[torch.Tensor | None]) -> list[float]:

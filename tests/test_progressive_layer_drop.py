@@ -39,33 +39,6 @@ def test_draws_are_even_and_depend_on_all_of_their_arguments():
     assert len({number for numbers in others for number in numbers}) == 9
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("theta=1.5", "theta is 1.5; write 1 or less"),
-        ("theta=-0.1", "theta is -0.1; write 0 or more"),
-        ("theta=true", "theta is true; write a number"),
-        ("gamma=-0.001", "gamma is -0.001; write 0 or more"),
-        ("gamma=[1]", "gamma is [1]; write a number"),
-        ("thetta=0.5", "did you mean 'theta'?"),
-    ],
-)
-def test_a_bad_value_is_one_line(setting, said):
-    done = explain("--set", f"progressive_layer_drop.{setting}")
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("section", [{"enabled": True, "theta": 0.5, "gamma": 0.001}, {"enabled": False, "theta": 0.5, "gamma": 0.001}])
-def test_the_documented_form_is_accepted(section):
-    done = explain("--set", f"progressive_layer_drop={json.dumps(section)}")
-    assert done.returncode == 0, done.stderr
-    page = json.loads(done.stdout)
-    assert page["techniques"] == (["progressive_layer_drop"] if section["enabled"] else [])
-    assert page["over_the_run"][0].get("theta") == (1.0 if section["enabled"] else None)
-
-
 def test_upstreams_example_is_accepted_whole(tmp_path):
     """The keys and values of DeepSpeedExamples' training/bing_bert/deepspeed_bsz4k_progressive_layer_drop_config_seq128.json."""
     adam = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01, "bias_correction": False}}

@@ -14,7 +14,6 @@ from model.presets import ARCHITECTURES, GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
 from recipes.registry import make_techniques
 from recipes.technique import StepWork, whole_step
-from tests.commands import run_script
 from tests.helpers import ROOT, config_of
 
 
@@ -179,45 +178,6 @@ def test_metrics_follow_rows_that_a_curriculum_cuts():
     assert run.metrics()["reserved_length"] == 64
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["random_ltd_layer_id=[1,4]"], "random_ltd_layer_id is [1, 4]; name some of the blocks 0 to 3, each once"),
-        (["random_ltd_layer_id=[-1]"], "name some of the blocks 0 to 3"),
-        (["random_ltd_layer_id=[1,2,1]"], "each once"),
-        (["random_ltd_layer_id=[]"], "name some of the blocks 0 to 3"),
-        (["random_ltd_layer_id=[1.5]"], "write a list of integers"),
-        (["random_ltd_layer_id=3"], "random_ltd_layer_id is 3; write a list"),
-        (["model_type=encoder"], 'model_type is "encoder"; write "decoder"'),
-        (["hidden_state_order=batch"], 'write one of "batch_seq_dim", "seq_batch_dim"'),
-        (["random_ltd_schedule.min_value=256"], "min_value is 256, above max_value, 128; lower it"),
-        (["random_ltd_schedule.min_value=0"], "min_value is 0; write 1 or more"),
-        (["random_ltd_schedule.max_value=256"], "max_value is 256, but a sequence has 128 tokens"),
-        (["random_ltd_schedule.schedule_type=fixed_root"], 'write "fixed_linear"'),
-        (["random_ltd_schedule.schedule_config.require_steps=0"], "require_steps is 0; write 1 or more"),
-        (["random_ltd_schedule.schedule_config.seq_per_step=48"], "does not divide max_value, 128; write a divisor"),
-        (["random_ltd_schedule.schedule_config.seq_per_step=16", "random_ltd_schedule.min_value=40"], "does not divide min_value, 40"),
-        (["random_ltd_schedule.minvalue=64"], "did you mean 'min_value'?"),
-        (["random_ltd_layer_ids=[1]"], "did you mean 'random_ltd_layer_id'?"),
-    ],
-)
-def test_a_bad_value_is_one_line(settings, said):
-    with pytest.raises(UsageError) as mistake:
-        resolve(flags(*settings))
-    assert said in str(mistake.value)
-    assert "\n" not in str(mistake.value)
-
-
-def test_a_bad_value_ends_the_command_with_one_line_and_code_2():
-    done = run_script("launch/pretrain.py", *flags("random_ltd_layer_id=[24]"))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-
-
-def test_it_cannot_be_with_dropped_blocks():
-    with pytest.raises(UsageError, match="both control which blocks see which tokens"):
-        resolve([*flags(), "--set", "progressive_layer_drop.theta=0.5"])
-
-
 #: DeepSpeed's documentation (docs/_pages/config-json.md, "Data Efficiency"), for a model of 24 blocks and 2,048 tokens.
 DOCUMENTED = {
     "enabled": True,
@@ -236,15 +196,6 @@ def with_section(folder: Path, values: dict) -> list[str]:
     file = folder / "documented.json"
     file.write_text(json.dumps(json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | values))
     return ["--deepspeed_config", str(file), "--preset", "gpt3-1.3b", "--tokens", "300000000000", "--explain"]
-
-
-def test_the_documented_section_is_accepted_at_the_top_level(tmp_path):
-    config, _ = resolve(with_section(tmp_path, {"random_ltd": DOCUMENTED}))
-    (member,) = make_techniques(config).members
-    assert isinstance(member, RandomLTD)
-    assert member.layers == set(range(1, 23))
-    assert member.schedule == DOCUMENTED["random_ltd_schedule"]
-    assert sum("has no effect here and is left out" in note for note in config.notes) == 4
 
 
 def test_the_documented_section_is_refused_in_data_efficiency(tmp_path):

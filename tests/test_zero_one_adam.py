@@ -9,13 +9,12 @@ import pytest
 
 from recipes.zero_one_adam.technique import Schedule
 from tests import helpers
-from tests.test_one_bit_adam import NANO, REFUSED_BY_ALL
+from tests.test_one_bit_adam import NANO
 
 # Without a corpus GPT-2's vocabulary is assumed: `nano` has 16.1 M parameters.
 FLAGS = ("--recipe", "recipes/zero_one_adam", "--ranks", "2", "--data", "no/corpus")
 explained, refusal = partial(helpers.explained, *FLAGS), partial(helpers.refusal, *FLAGS)
 PARAMS = "optimizer.params"
-KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 
 
 def by_the_papers_rule(freeze: int, kappa: int, scaler: int, clipper: int, steps: int) -> tuple[set[int], set[int]]:
@@ -87,52 +86,9 @@ def test_a_run_that_ends_between_exchanges_is_told():
     assert any(expected in note for note in said["notes"]), said["notes"]
 
 
-def test_one_rank_is_told_that_nothing_is_compressed():
-    said = helpers.explained("--recipe", "recipes/zero_one_adam", "--data", "no/corpus")
-    assert any("one rank sends nothing" in note for note in said["notes"])
-
-
 @pytest.mark.parametrize(("flags", "tensors"), [((), 3.5), (("--set", f"{PARAMS}.local_step_clipper=1"), 2.5), (("--ranks", "1"), 1)])
 def test_what_is_kept_counts_in_the_plan_of_memory(flags, tensors):
     """The way since the last exchange, where that was if ranks go alone, and the errors, beside Adam's moments."""
     adamw = explained("--set", f"optimizer={json.dumps({'type': 'AdamW'})}")
     states = [said["memory_per_rank"]["cpu"]["optimizer_states"] for said in (explained(*flags), adamw)]
     assert states[0] - states[1] == pytest.approx(4 * NANO * tensors, rel=1e-3)
-
-
-def test_upstreams_documented_form_is_accepted_with_a_word():
-    """With its defaults, of which the run reaches no local step."""
-    params = {"lr": 1e-3, "weight_decay": 0.01, "bias_correction": False, "var_freeze_step": 100_000, "var_update_scaler": 16}
-    params |= {"local_step_scaler": 32_678, "local_step_clipper": 16, "cuda_aware": False, "comm_backend_name": "nccl"}
-    said = explained("--steps", "400", "--set", f"optimizer={json.dumps({'type': 'ZeroOneAdam', 'params': params})}")
-    assert said["engine"][f"{PARAMS}.var_freeze_step"]["value"] == 100_000
-    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of ZeroOneAdam"}
-    # 16 renewals one step apart, 16 each 2, 4 and 8 apart, and 10 of 16: 240 + 160.
-    assert any("400" in note and "74" in note for note in said["notes"])
-    assert any("the last stage of its schedule begins at step 100,001, and the run ends at step 400" in note for note in said["notes"])
-    for key in ("cuda_aware", "comm_backend_name"):
-        assert any(f"{PARAMS}.{key} has no effect here" in note for note in said["notes"])
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        *((f"{PARAMS}.{key}=0", "is 0; write 1 or more") for key in KEYS),
-        *((f"{PARAMS}.{key}=-1", "is -1; write 1 or more") for key in KEYS),
-        *((f"{PARAMS}.{key}=2.5", "is 2.5; write a whole number") for key in KEYS),
-        (f"{PARAMS}.var_freeze_step=true", "is true; write a whole number"),
-        (f'{PARAMS}.var_update_scaler="16"', 'is "16"; write a whole number'),
-        (f"{PARAMS}.local_step_clipper=null", "is null"),
-        (f"{PARAMS}.local_step_scaler=[1]", "write a whole number"),
-        (f"{PARAMS}.freeze_step=80", "unknown key"),
-        (f"{PARAMS}.var_freezestep=80", "did you mean 'var_freeze_step'?"),
-        (f"{PARAMS}.amsgrad=true", "is true; write false"),
-        (f"{PARAMS}.eps_inside_sqrt=true", "is true; write false"),
-        *REFUSED_BY_ALL,
-        ('gradient_allreduce_op="sum"', 'is "sum", so training would depend on the number of ranks'),
-    ],
-)
-def test_what_cannot_be_is_one_line_and_exit_code_2(setting, message):
-    line = refusal("--steps", "400", "--set", setting)
-    assert line.startswith(f"error: --set {setting.partition('=')[0]}")
-    assert message in line

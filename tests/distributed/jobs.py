@@ -169,68 +169,33 @@ def pretrain_with(technique: str, flags: list[str]) -> list[dict[str, Any]]:
         registry.make_techniques = make
 
 
-class CountedBlocks(Observer):
-    """Counts how often blocks run: in the step's training, and whole and unscaled in the passes of evaluations so far."""
-
-    def __init__(self) -> None:
-        self.trained = self.evaluated = self.passes = 0
+class WatchedBlocks(Observer):
+    """How often blocks run and on how many tokens of a row, in the step's training and in evaluations so far, there without a scale."""
 
     def start(self, engine: TrainingEngine) -> None:
-        model = engine.ds_engine.module
+        self.lengths: dict[str, list[int]] = {"training": [], "evaluation": []}
+        self.passes = 0
 
-        def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
-            self.trained += block.training
-            self.evaluated += not block.training and len(inputs) == 1  # without a scale
+        def note(block: torch.nn.Module, inputs: Any) -> None:
+            if block.training or len(inputs) == 1:
+                self.lengths["training" if block.training else "evaluation"].append(inputs[0].shape[1])
 
-        def count_pass(model: torch.nn.Module, inputs: Any, output: Any) -> None:
+        def note_pass(model: torch.nn.Module, inputs: Any) -> None:
             self.passes += not model.training
 
-        model.register_forward_hook(count_pass)
-        for block in model.h:
-            block.register_forward_hook(count)
+        engine.ds_engine.module.register_forward_pre_hook(note_pass)
+        for block in engine.ds_engine.module.h:
+            block.register_forward_pre_hook(note)
 
     def on_step(self, step: int) -> None:
-        self.trained = 0
+        self.lengths["training"] = []
 
     def metrics(self) -> dict[str, float]:
-        return {"training_calls": self.trained, "evaluation_calls": self.evaluated, "evaluation_passes": self.passes}
-
-
-class CompiledBlocks(Technique):
-    """Compiles every block by itself and counts the graphs."""
-
-    def __init__(self, section: dict[str, Any], run: RunSettings):
-        pass
-
-    def prepare(self, model: GPT) -> None:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        for block in model.h:
-            block.compile()
-
-    def metrics(self) -> dict[str, float]:
-        return {"compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
-
-
-class SeenWindows(Observer):
-    """Keeps what this rank is given: for each step its windows."""
-
-    steps: list[list[list[int]]] = []
-
-    def __init__(self) -> None:
-        self.steps.clear()
-
-    def on_step(self, step: int) -> None:
-        self.steps.append([])
-
-    def on_batch(self, tokens: torch.Tensor) -> None:
-        self.steps[-1].extend(tokens.tolist())
-
-
-def windows_seen(flags: list[str]) -> list[list[list[int]]]:
-    """What `SeenWindows` keeps of a run, on this rank."""
-    pretrain_with("SeenWindows", flags)
-    return list(SeenWindows.steps)
+        found: dict[str, float] = {"evaluation_passes": self.passes}
+        for when, lengths in self.lengths.items():
+            if lengths:
+                found |= {f"{when}_calls": len(lengths), f"min_{when}": min(lengths), f"max_{when}": max(lengths)}
+        return found
 
 
 class CountedCompilations(Observer):
@@ -255,61 +220,6 @@ def pretrain_counting_compilations(flags: list[str]) -> tuple[list[int], list[di
     observer = CountedCompilations()
     lines = pretrain(flags, [observer])
     return observer.counts, lines
-
-
-class WatchedLengths(Observer):
-    """The longest sequence that the model has been given in the step's training, and in the latest evaluation."""
-
-    def __init__(self) -> None:
-        self.trained = self.evaluated = 0
-
-    def start(self, engine: TrainingEngine) -> None:
-        def note(module: torch.nn.Module, inputs: Any) -> None:
-            if module.training:
-                self.trained = max(self.trained, inputs[0].shape[1])
-            else:
-                self.evaluated = inputs[0].shape[1]
-
-        engine.ds_engine.module.register_forward_pre_hook(note)
-
-    def on_step(self, step: int) -> None:
-        self.trained = 0
-
-    def metrics(self) -> dict[str, float]:
-        return {"trained_length": self.trained, "evaluated_length": self.evaluated}
-
-
-class WatchedTokens(Observer):
-    """On how many tokens of a row each block has run: the fewest and the most in the step's training, and in evaluations so far."""
-
-    def __init__(self) -> None:
-        self.lengths: dict[str, list[int]] = {"training": [], "evaluation": []}
-
-    def start(self, engine: TrainingEngine) -> None:
-        def note(block: torch.nn.Module, inputs: Any) -> None:
-            self.lengths["training" if block.training else "evaluation"].append(inputs[0].shape[1])
-
-        for block in engine.ds_engine.module.h:
-            block.register_forward_pre_hook(note)
-
-    def on_step(self, step: int) -> None:
-        self.lengths["training"] = []
-
-    def metrics(self) -> dict[str, float]:
-        return {f"{pick.__name__}_{when}": pick(lengths) for when, lengths in self.lengths.items() if lengths for pick in (min, max)}
-
-
-class WatchedPositions(Observer):
-    """How many positions' embeddings have been moved by more than weight decay."""
-
-    def start(self, engine: TrainingEngine) -> None:
-        self.model = engine.ds_engine.module
-        self.initial = self.model.wpe.weight.detach().clone()
-
-    def metrics(self) -> dict[str, float]:
-        ratio = self.model.wpe.weight.detach() / self.initial
-        spread = (ratio - ratio.median(dim=1, keepdim=True).values).abs().amax(dim=1)
-        return {"moved_up_to": int((spread > 1e-4).nonzero().max()) + 1 if (spread > 1e-4).any() else 0}
 
 
 class WatchedErrors(Technique):

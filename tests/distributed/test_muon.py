@@ -1,12 +1,12 @@
-"""Muon trains what its author published, on any number of ranks, in every precision, and through a resume."""
+"""Muon's arithmetic, its share of the ranks' work, memory and bytes, and its part of the JSON.
+
+That it trains what its author published is in test_engine_follows_plain_pytorch.py.
+"""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -15,7 +15,6 @@ import torch
 
 from launch.config.explain import bytes_of
 from launch.config.run_config import ROOT, resolve
-from launch.trained_model.load import open_trained
 from launch.training.run_folder.provenance import describe_run
 from launch.training.run_folder.run_json import resume_description
 from model.presets import PRESETS, GPTConfig
@@ -24,119 +23,10 @@ from recipes.muon.optimizer import Matrix, Muon, orthogonalized
 from recipes.muon.technique import divided_matrices, exchanged_elements, hidden_parts, matrices_in, shared_among_ranks
 from recipes.registry import make_techniques
 from tests.distributed.muon_jobs import PeakMemory
-from tests.distributed.reference import PublishedMuon, Step, reference_steps
-from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
-from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
-from tests.distributed.test_one_bit_optimizers import TOLERANCE, losses, trained
-from tests.helpers import explained, refusal, resumed_after
+from tests.distributed.parity import section, technique_flags
+from tests.distributed.reference import PublishedMuon
+from tests.helpers import explained, refusal
 from tests.run_folders import write_run
-
-LR = 0.01
-#: At stages 1 and 2 the boundary between two ranks runs through a matrix, which it does not with two blocks.
-SHAPE = SMALL | {"n_layer": 3}
-
-
-def flags(
-    corpus, tmp_path, ranks: int, accumulation: int = 1, precision: str = "fp32", run_name: str = "r", stage: int = 0, **params
-) -> list[str]:
-    run = engine_flags(corpus, tmp_path, SHAPE, f"stage {stage}", ranks, accumulation, precision)
-    optimizer = {"type": "Muon", "params": {"lr": LR, "betas": [0.9, 0.95], "ns_dtype": "fp32", **params}}
-    return [*run, "--lr", str(LR), "--run_name", run_name, "--set", f"optimizer={json.dumps(optimizer)}"]
-
-
-Expected = Callable[..., tuple[list[Step], list[torch.Tensor]]]
-
-
-@pytest.fixture(scope="module")
-def expected(corpus) -> Expected:
-    """The steps of the reference by its options, and its last weights."""
-
-    @functools.cache
-    def steps(**options) -> tuple[list[Step], list[torch.Tensor]]:
-        made: list[PublishedMuon] = []
-
-        def muon(*arguments, **more) -> PublishedMuon:
-            made.append(PublishedMuon(*arguments, **more, **options))
-            return made[0]
-
-        found = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, adam=muon)
-        return found, [p.detach().cpu() for group in made[0].param_groups for p in group["params"]]
-
-    return steps
-
-
-def last_weights(run) -> list[torch.Tensor]:
-    """Matrices, then vectors, in the order of the model."""
-    weights = [parameter.detach().cpu() for parameter in open_trained(run).load_model().parameters()]
-    return [w for w in weights if w.ndim >= 2] + [w for w in weights if w.ndim < 2]
-
-
-def without_key_bias(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Softmax cancels the bias of the keys: its gradient is rounding alone, which Adam divides by its own size."""
-    width = SHAPE["d_model"]
-    return [torch.cat([w[:width], w[2 * width :]]) if w.shape == (3 * width,) else w for w in weights]
-
-
-def states(page: dict) -> int:
-    return page["memory_per_rank"]["cpu"]["optimizer_states"]
-
-
-def farthest(found: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    return max(distances(found, other))
-
-
-def distances(found: list[torch.Tensor], other: list[torch.Tensor]) -> list[float]:
-    return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, other, strict=True) if b.any()]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 3), (2, 1), pytest.param(2, 3, marks=pytest.mark.long)])
-def test_losses_and_weights_are_those_of_the_published_algorithm(ranks, accumulation, stage, pools, corpus, expected, tmp_path):
-    lines = trained(pools.of(ranks), flags(corpus, tmp_path, ranks, accumulation, stage=stage))
-    steps, weights = expected()
-    assert largest_difference(losses(lines), losses_of(steps)) <= TOLERANCE
-    assert farthest(without_key_bias(last_weights(tmp_path / "r")), without_key_bias(weights)) <= 1e-5
-    assert any(line["grad_norm"] > 1.0 for line in lines), "what is clipped must show"
-    assert lines[-1]["loss"] < lines[0]["loss"] - 1.0
-
-
-@pytest.mark.parametrize(
-    ("params", "options"),
-    [
-        ({"rate_scale": "original", "lr": LR, "adam_lr": LR / 4}, {"scale": lambda r, c: math.sqrt(max(1, r / c)), "adam": 0.25}),
-        ({"nesterov": False}, {"nesterov": False}),
-    ],
-)
-def test_its_parameters_act(params, options, one_rank, corpus, expected, tmp_path):
-    lines = trained(one_rank, flags(corpus, tmp_path, 1, **params))
-    assert largest_difference(losses(lines), losses_of(expected(**options)[0])) <= TOLERANCE
-    assert largest_difference(losses(lines), losses_of(expected()[0])) > 100 * TOLERANCE
-
-
-def test_queries_keys_and_values_are_three_matrices(expected):
-    assert largest_difference(losses_of(expected(fused=True)[0]), losses_of(expected()[0])) > 100 * TOLERANCE
-
-
-def test_newton_schulz_in_bf16_is_near_and_no_farther_than_that_of_torch(one_rank, corpus, expected, tmp_path):
-    lines = trained(one_rank, flags(corpus, tmp_path, 1, ns_dtype="bf16"))
-    assert largest_difference(losses(lines), losses_of(expected()[0])) <= 2e-3
-    torch.manual_seed(1)
-    ours, theirs, exact = [], [], []
-    for _ in range(8):
-        weight, gradient = torch.randn(96, 64), torch.randn(96, 64)
-        ends = []
-        for make in (
-            alone,
-            lambda p: torch.optim.Muon([p], lr=0.1, weight_decay=0.0),
-        ):
-            p = torch.nn.Parameter(weight.clone())
-            p.grad = gradient.clone()
-            make(p).step()
-            ends.append(p.detach())
-        ours.append(ends[0])
-        theirs.append(ends[1])
-        exact.append(weight.double() - 0.1 * math.sqrt(1.5) * PublishedMuon.iterated(gradient.double()))
-    assert sum(distances(ours, exact)) <= sum(distances(theirs, exact))
 
 
 def alone(p: torch.nn.Parameter, **options) -> Muon:
@@ -146,55 +36,37 @@ def alone(p: torch.nn.Parameter, **options) -> Muon:
     return optimizer
 
 
-def test_a_momentum_that_has_nearly_vanished_moves_nothing():
-    """As a block's that has been dropped for hundreds of steps: the squares of its elements are 0 in fp32."""
-    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
-    for exponent in range(-45, -23):
-        assert float(orthogonalized(matrix * 10.0**exponent, 5, torch.float32).abs().max()) < 1e-2
-    small = torch.linalg.svdvals(orthogonalized(matrix * 1e-16, 5, torch.float32))
-    assert 0.6 < float(small.min()) and float(small.max()) < 1.25
+def test_newton_schulz_in_bf16_is_no_farther_than_that_of_torch():
+    torch.manual_seed(1)
+    errors = [0.0, 0.0]
+    for _ in range(8):
+        weight, gradient = torch.randn(96, 64), torch.randn(96, 64)
+        exact = weight.double() - 0.1 * math.sqrt(1.5) * PublishedMuon.iterated(gradient.double())
+        for which, make in enumerate((alone, lambda p: torch.optim.Muon([p], lr=0.1, weight_decay=0.0))):
+            p = torch.nn.Parameter(weight.clone())
+            p.grad = gradient.clone()
+            make(p).step()
+            errors[which] += float((p.detach().double() - exact).norm() / exact.norm())
+    assert errors[0] <= errors[1]
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (32, 32)])
-def test_singular_values_are_near_one(shape):
-    torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalized(torch.randn(shape), 5, torch.float32))
-    assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        (0, "bf16"),
-        *(
-            pytest.param(stage, of, marks=pytest.mark.long)
-            for stage, of in [(0, "fp16"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
-        ),
-    ],
-)
-def test_in_half_precision_it_follows_fp32(stage, precision, two_ranks, corpus, expected, tmp_path):
-    lines = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision, stage=stage), "tests.distributed.jobs:pretrain")
-    assert largest_difference(losses(lines), losses_of(expected()[0])) <= 5e-3
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (2, "fp32"), *(pytest.param(stage, "bf16", marks=pytest.mark.long) for stage in (0, 1, 2, 3))]
-)
-def test_a_resume_is_the_uninterrupted_run(stage, precision, two_ranks, corpus, tmp_path):
-    run = [*flags(corpus, tmp_path, 2, precision=precision, stage=stage), "--save_every", "15", "--keep", "30"]
-    whole = trained(two_ranks, run)
-    shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}")
-    lines = trained(two_ranks, [*run, "--resume"])
-    assert resumed_after(tmp_path / "r") == 15
-    assert losses(lines) == losses(whole)
+def test_singular_values_are_near_one_and_what_has_nearly_vanished_moves_nothing(shape):
+    """As the momentum of a block that has been dropped for hundreds of steps: the squares of its elements are 0 in fp32."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for scale in (1.0, 1e-16):
+        values = torch.linalg.svdvals(orthogonalized(scale * matrix, 5, torch.float32))
+        assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
+    for exponent in range(-45, -23):
+        assert float(orthogonalized(matrix * 10.0**exponent, 5, torch.float32).abs().max()) < 1e-2
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 4), (3, 4)))])
 def test_bytes_on_the_wire_are_those_planned(stage, ranks, pools, corpus, tmp_path):
-    run = [*flags(corpus, tmp_path, ranks, stage=stage), "--steps", "4", "--eval_every", "0"]
+    run = [*technique_flags("muon", corpus, tmp_path, f"stage {stage}", ranks), "--steps", "4"]
     config = resolve(run, ranks)[0]
     without = replace(config, optimizer={"type": "AdamW", "params": {}})
-    sent = trained(pools.of(ranks), run)[-1]["bytes_sent"]
+    sent = pools.of(ranks).train(run)[-1]["bytes_sent"]
     assert sent == bytes_of(config, config.model_config)
     assert sent > bytes_of(without, config.model_config) + 1000
 
@@ -254,7 +126,7 @@ def test_at_stage_3_on_three_ranks_each_holds_one_of_queries_keys_and_values():
 
 def test_adams_step_count_follows_the_parameter_to_its_device(monkeypatch):
     """`torch.load` reads checkpoints into CPU memory, and torch moves a state's `step` only for its own fused optimizers."""
-    options = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
     parameter.grad = torch.zeros(4, device="meta")
     optimizer = Muon([{"params": [parameter]}], **options)
@@ -292,7 +164,7 @@ def test_its_defaults_are_explained():
 
 def test_a_resume_of_a_run_without_recorded_defaults_changes_nothing(corpus, tmp_path):
     def described(*more: str) -> dict:
-        return describe_run(resolve([*flags(corpus, tmp_path, 1), *more], ranks=1)[0])
+        return describe_run(resolve([*technique_flags("muon", corpus, tmp_path, ranks=1), *more], ranks=1)[0])
 
     before = described()
     for key in ("nesterov", "ns_steps", "rate_scale", "adam_lr"):
@@ -308,7 +180,8 @@ def test_a_resume_of_a_run_without_recorded_defaults_changes_nothing(corpus, tmp
 def test_hidden_matrices_have_no_second_moment_in_the_plan(stage):
     page = explained("--recipe", "recipes/muon", "--set", f"zero_optimization.stage={stage}", "--preset", "gpt2")
     other = explained("--deepspeed_config", f"ds_configs/zero{stage}_bf16.json", "--preset", "gpt2")
-    assert states(other) - states(page) == pytest.approx(4 * 12 * 12 * 768**2, rel=1e-3)
+    states = [one["memory_per_rank"]["cpu"]["optimizer_states"] for one in (other, page)]
+    assert states[0] - states[1] == pytest.approx(4 * 12 * 12 * 768**2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
@@ -334,7 +207,7 @@ def test_the_memory_of_the_iterations_is_in_the_plan(name, dtype):
 
 @pytest.mark.parametrize("name", ["bf16", "fp32"])
 def test_the_memory_of_cut_matrices_is_in_the_plan(name, two_ranks, corpus, tmp_path):
-    run = flags(corpus, tmp_path, 2, stage=3, ns_dtype=name)
+    run = technique_flags("muon", corpus, tmp_path, "stage 3") + section("optimizer.params.ns_dtype", name)
     config, _ = resolve(run, ranks=2)
     planned = make_techniques(config).memory_terms(config.model_config, "cpu")["update"]
     assert max(two_ranks.run("tests.distributed.muon_jobs:peak_of_update", flags=run)) == pytest.approx(planned, rel=0.02)

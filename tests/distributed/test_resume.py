@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from launch.formats.metrics import RUN_KEYS
 from launch.training.checkpoints import checkpoint as checkpoint_module
 from launch.training.checkpoints.checkpoint import Checkpoints, check_shared
+from launch.training.engine import TrainingEngine
 from launch.training.run_folder import folder as run_folder
 from launch.training.run_folder.folder import RunFolder
 from launch.training.run_folder.picture import draw_loss
@@ -31,45 +34,70 @@ from launch.training.run_folder.run_json import commits_of
 from model.presets import PRESETS
 from tests.commands import run_script
 from tests.distributed.launched import TINY, LaunchedRun
+from tests.distributed.parity import section
 from tests.distributed.ranks import Ranks
-from tests.helpers import resumed_after, rewind
+from tests.helpers import losses, resumed_after, rewind
 
 STEPS = 40
-OFFLOAD = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
+JOBS = "tests.distributed.failure_jobs"
+long = pytest.mark.long
+OFFLOAD = section("zero_optimization.offload_optimizer", {"device": "cpu"})
+Flags = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def flags(corpus: Path) -> list[str]:
-    return f"--data {corpus} --global_batch_size 4 --steps {STEPS} --save_every 3 --eval_every 9 --keep 2".split()
+def of(corpus: Path) -> Flags:
+    """The flags of a run in a folder, `more` last: a checkpoint every 3 of 6 steps."""
 
+    def flags(folder: Path, *more: str, config: str = "zero1_fp32") -> list[str]:
+        run = [
+            "--deepspeed_config",
+            f"ds_configs/{config}.json",
+            *TINY,
+            "--data",
+            str(corpus),
+            "--runs_dir",
+            str(folder),
+            "--run_name",
+            "r",
+        ]
+        return [*run, *["--global_batch_size", "4", "--steps", "6", "--save_every", "3", "--eval_every", "0", "--keep", "9"], *more]
 
-@pytest.fixture(scope="module")
-def train(request: pytest.FixtureRequest) -> Callable[..., list[dict]]:
-    """Runs `launch/pretrain.py` on a pool's ranks, for what needs no launcher; the lines of its metrics."""
-
-    def run(runs: Path, name: str, flags: list[str], stage: int = 1, ranks: int = 2) -> list[dict]:
-        pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
-        config = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json", "--runs_dir", str(runs), "--run_name", name]
-        return pool.train([*config, *TINY, *flags])
-
-    return run
-
-
-def losses(lines: list[dict]) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    return flags
 
 
 @pytest.fixture
-def finished(train, flags, tmp_path: Path) -> Path:
+def run(of, tmp_path) -> Flags:
+    """`of` the test's own folder."""
+    return lambda *more, **config: of(tmp_path, *more, **config)
+
+
+@pytest.fixture(scope="module")
+def trained(of, two_ranks, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    two_ranks.train(of(folder))
+    return folder / "r"
+
+
+@pytest.fixture
+def finished(trained, tmp_path: Path) -> Path:
     """A finished run of six steps on two ranks, to be damaged."""
-    train(tmp_path, "r", [*flags, "--steps", "6", "--eval_every", "0"])
-    return tmp_path / "r"
+    return Path(shutil.copytree(trained, tmp_path / "r"))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
-def test_deepspeeds_own_script_reads_a_checkpoint(stage, train, flags, tmp_path):
-    train(tmp_path, "r", [*flags, "--steps", "6", "--eval_every", "0"], stage=stage)
-    words = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(tmp_path / "r/checkpoints/step-00000006"), str(tmp_path / "out")]
+def saved(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints of a run in the folder."""
+    return [read_state(path)["step"] for path in complete_checkpoints(folder / "r" / "checkpoints")]
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "r" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=long)])
+def test_deepspeeds_own_script_reads_a_checkpoint(stage, run, two_ranks, tmp_path):
+    two_ranks.train(run("--steps", "3", config=f"zero{stage}_fp32"))
+    words = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(tmp_path / "r/checkpoints/step-00000003"), str(tmp_path / "out")]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "pytorch_model.bin").exists()
@@ -78,91 +106,68 @@ def test_deepspeeds_own_script_reads_a_checkpoint(stage, train, flags, tmp_path)
 # --- kill -9 ----------------------------------------------------------------------------------------------------------------------
 
 
-def at_a_random_moment(run: LaunchedRun, chance: random.Random) -> None:
-    time.sleep(chance.uniform(0.5, 8.0))
-
-
 def within_a_step(run: LaunchedRun, chance: random.Random) -> None:
     run.wait_for_step(min(STEPS - 5, run.last_step() + chance.randint(1, 8)))
     time.sleep(chance.uniform(0.0, 0.01))
 
 
-def _while_there_is(prefix: str) -> Callable[[LaunchedRun, random.Random], None]:
-    def wait(run: LaunchedRun, chance: random.Random) -> None:
-        folder = run.folder / "checkpoints"
-        run.wait_until(lambda: bool(complete_checkpoints(folder)))  # otherwise there is nothing to resume from
-        for _ in range(chance.randint(1, 3)):
-            run.wait_until(lambda: folder.exists() and any(folder.glob(f"{prefix}*")))
-            time.sleep(chance.uniform(0.0, 0.01))
-
-    return wait
+def while_a_checkpoint_is_written(run: LaunchedRun, chance: random.Random) -> None:
+    folder = run.folder / "checkpoints"
+    run.wait_until(lambda: bool(complete_checkpoints(folder)))  # otherwise there is nothing to resume from
+    for _ in range(chance.randint(1, 3)):
+        run.wait_until(lambda: any(folder.glob(".tmp-*")))
+        time.sleep(chance.uniform(0.0, 0.01))
 
 
-MOMENTS = [within_a_step, _while_there_is(".tmp-"), at_a_random_moment]
-
-
-def kill_and_resume(train, runs: Path, flags: list[str], stage: int, ranks: int, moments: list[Callable], chance: random.Random) -> None:
-    name = f"killed-{stage}-{ranks}"
-    for moment in moments:
-        resume = ["--resume"] if (runs / name).exists() else []
-        run = LaunchedRun(runs, name, stage, ranks, [*flags, *resume])
-        try:
-            moment(run, chance)
-        except AssertionError:  # it was faster than its killer: nothing was interrupted
-            assert run.process.poll() == 0, run.output()
-        run.kill()
-    metrics = runs / name / "metrics.jsonl"
-    if metrics.exists():
-        with open(metrics, "a") as stream:  # a kill in the middle of a line is too rare to wait for
-            stream.write('{"step": 39, "tokens": 49')
-    resumed = train(runs, name, [*flags, "--resume"], stage, ranks)
-    whole = train(runs, f"whole-{stage}-{ranks}", flags, stage, ranks)
-    assert losses(resumed) == losses(whole) and [step for step, _ in losses(whole)] == list(range(1, STEPS + 1))
-    seconds = [line["seconds"] for line in resumed]
-    assert seconds == sorted(seconds)
-    assert not list((runs / name / "checkpoints").glob(".*"))
+MOMENTS = [within_a_step, while_a_checkpoint_is_written]
 
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "moments"),
-    [(3, 2, MOMENTS[1:2]), *(pytest.param(*case, MOMENTS[:2], marks=pytest.mark.long) for case in ((3, 2), (1, 1)))],
-    ids=["3-2", "3-2-twice", "1-1-twice"],
+    [(3, 2, MOMENTS[1:]), *(pytest.param(stage, ranks, MOMENTS, marks=long) for stage in (1, 3) for ranks in (1, 2))],
 )
-def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, train, flags, tmp_path):
-    kill_and_resume(train, tmp_path, flags, stage, ranks, moments, random.Random(stage))
-    assert resumed_after(tmp_path / f"killed-{stage}-{ranks}") > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (1, 2), (3, 1), (3, 2)])
-def test_a_run_killed_at_many_moments_resumes_bit_for_bit(stage, ranks, train, flags, tmp_path):
-    chance = random.Random(10 * stage + ranks)
-    kill_and_resume(train, tmp_path, flags, stage, ranks, chance.choices(MOMENTS, k=2), chance)
+def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, run, of, pools, tmp_path):
+    chance, more = random.Random(10 * stage + ranks), ["--steps", str(STEPS), "--eval_every", "9", "--keep", "2"]
+    flags = run(*more, config=f"zero{stage}_fp32")
+    for moment in moments:
+        killed = LaunchedRun(tmp_path, "r", stage, ranks, [*flags, *(["--resume"] if (tmp_path / "r").exists() else [])])
+        try:
+            moment(killed, chance)
+        except AssertionError:  # it was faster than its killer: nothing was interrupted
+            assert killed.process.poll() == 0, killed.output()
+        killed.kill()
+    with open(tmp_path / "r" / "metrics.jsonl", "a") as stream:  # a kill in the middle of a line is too rare to wait for
+        stream.write('{"step": 39, "tokens": 49')
+    resumed = pools.of(ranks).train([*flags, "--resume"])
+    whole = pools.of(ranks).train(of(tmp_path / "whole", *more, config=f"zero{stage}_fp32"))
+    assert losses(resumed) == losses(whole) and [line["step"] for line in resumed if "loss" in line] == list(range(1, STEPS + 1))
+    seconds = [line["seconds"] for line in resumed]
+    assert seconds == sorted(seconds)
+    assert not list((tmp_path / "r" / "checkpoints").glob(".*")) and resumed_after(tmp_path / "r") > 0
 
 
 @pytest.mark.parametrize(
-    ("stage", "more"),
+    ("config", "more"),
     [
-        *(pytest.param(stage, [], marks=[] if stage == 3 else pytest.mark.long) for stage in (0, 1, 2, 3)),
-        *(pytest.param(stage, ["--set", 'bf16={"enabled": true}'], marks=pytest.mark.long) for stage in (0, 1, 3)),
-        (2, ["--dropout", "0.2"]),
-        (1, OFFLOAD),
-        pytest.param(2, OFFLOAD, marks=pytest.mark.long),
+        ("zero3_fp32", []),
+        ("zero2_fp32", ["--dropout", "0.2"]),
+        ("zero1_fp32", OFFLOAD),
+        *(pytest.param(f"zero{stage}_{precision}", [], marks=long) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+        pytest.param("zero2_fp32", OFFLOAD, marks=long),
     ],
 )
-def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(stage, more, train, flags, tmp_path):
-    # 12 sequences / 2 ranks / micro-batch 2 = 3 micro-batches a step
-    flags = [*flags, *more, "--global_batch_size", "12", "--micro_batch_size", "2", "--eval_every", "0", "--keep", "9"]
-    whole = train(tmp_path, "r", [*flags, "--steps", "12"], stage)
+def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(config, more, run, two_ranks, tmp_path):
+    """12 sequences / 2 ranks / micro-batch 2 = 3 micro-batches a step."""
+    flags = run(*more, *["--global_batch_size", "12", "--micro_batch_size", "2", "--steps", "12"], config=config)
+    whole = two_ranks.train(flags)
     rewind(tmp_path / "r", 6)
-    resumed = train(tmp_path, "r", [*flags, "--steps", "12", "--resume"], stage)
+    resumed = two_ranks.train([*flags, "--resume"])
     assert losses(resumed) == losses(whole) and len(resumed) == 12
-    assert "resuming after step 6" in (tmp_path / "r/log.txt").read_text()
+    assert "resuming after step 6" in log_of(tmp_path)
 
 
 def test_dropout_draws_other_masks_for_each_seed_step_micro_step_and_rank():
     """And the same ones again in a resumed run."""
-    from launch.training.engine import TrainingEngine
 
     class Drawing(SimpleNamespace):
         training = True
@@ -183,61 +188,46 @@ def test_dropout_draws_other_masks_for_each_seed_step_micro_step_and_rank():
 
 # --- beside training --------------------------------------------------------------------------------------------------------------
 
+OTHERS = ("zero0_bf16", "zero3_fp32", "zero0_fp32", "zero1_fp32", "zero_offload", "one_bit_adam", "lamb")
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *("zero2_bf16", "zero_one_adam"),
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("zero0_bf16", "zero3_fp32", "zero0_fp32", "zero1_fp32", "zero_offload", "one_bit_adam", "lamb")
-        ),
-    ],
-)
-def test_a_checkpoint_is_that_of_its_step_although_training_went_on(config, two_ranks, flags, tmp_path):
+
+@pytest.mark.parametrize("config", ["zero2_bf16", "zero_one_adam", *(pytest.param(name, marks=long) for name in OTHERS)])
+def test_a_checkpoint_is_that_of_its_step_although_training_went_on(config, run, two_ranks, tmp_path):
     """Step 3 is saved, steps 4 and 5 are made, and only then are its files written."""
-    job, held = "tests.distributed.jobs:pretrain", "tests.distributed.failure_jobs:pretrain_with_held_writes"
-    run = ["--deepspeed_config", f"ds_configs/{config}.json", *TINY, *flags, "--steps", "8", "--eval_every", "0", "--keep", "9"]
-    run += ["--runs_dir", str(tmp_path), "--run_name", "r"]
-    whole = two_ranks.run(held, flags=run)[0]
-    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3, 6, 8]
+    flags = run("--steps", "8", config=config)
+    whole = two_ranks.run(f"{JOBS}:pretrain_with_held_writes", flags=flags)[0]
+    assert saved(tmp_path) == [3, 6, 8]
     rewind(tmp_path / "r", 3)
-    assert losses(two_ranks.run(job, flags=[*run, "--resume"])[0]) == losses(whole)
+    assert losses(two_ranks.train([*flags, "--resume"])) == losses(whole)
     assert resumed_after(tmp_path / "r") == 3
 
 
-def test_a_checkpoint_waits_for_the_previous_one_and_logs_it(one_rank, flags, tmp_path):
-    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
-    more = ["--steps", "5", "--save_every", "1", "--eval_every", "0"]
-    one_rank.run("tests.distributed.failure_jobs:pretrain_with_slow_writes", flags=[*run, *more], seconds=0.5)
-    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [4, 5]
-    assert (tmp_path / "r/log.txt").read_text().count("s for the previous checkpoint") > 1
+def test_a_checkpoint_waits_for_the_previous_one_and_logs_it(run, one_rank, tmp_path):
+    one_rank.run(f"{JOBS}:pretrain_with_slow_writes", flags=run("--steps", "5", "--save_every", "1", "--keep", "2"), seconds=0.5)
+    assert saved(tmp_path) == [4, 5]
+    assert log_of(tmp_path).count("s for the previous checkpoint") > 1
 
 
 @pytest.mark.parametrize(("how", "left"), [("signal", [5, 6]), ("error", [5])])
-def test_a_run_that_ends_in_the_middle_of_a_write_ends_the_write_first(how, left, two_ranks, flags, tmp_path):
-    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
-    more = ["--steps", "9", "--save_every", "5", "--eval_every", "0"]
-    reasons = two_ranks.run("tests.distributed.failure_jobs:end_in_the_middle_of_a_write", flags=[*run, *more], how=how)
+def test_a_run_that_ends_in_the_middle_of_a_write_ends_the_write_first(how, left, run, two_ranks, tmp_path):
+    flags = run("--steps", "9", "--save_every", "5")
+    reasons = two_ranks.run(f"{JOBS}:end_in_the_middle_of_a_write", flags=flags, how=how)
     assert reasons == 2 * ["stopped" if how == "signal" else "a fault of ours"]
-    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == left
+    assert saved(tmp_path) == left
 
 
-def test_a_rank_that_is_killed_in_its_write_is_missed_by_the_one_that_waits_for_its_files(flags, device, tmp_path, monkeypatch):
+def test_a_rank_that_is_killed_in_its_write_is_missed_by_the_one_that_waits_for_its_files(run, device, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.distributed.ranks.JOB_SECONDS", 40.0)
-    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
-    job = "tests.distributed.failure_jobs:lose_rank_1_in_a_write"
     with Ranks(2, device) as ranks, pytest.raises(AssertionError) as failures:
-        ranks.run(job, flags=[*run, "--save_every", "1", "--eval_every", "0"])
+        ranks.run(f"{JOBS}:lose_rank_1_in_a_write", flags=run("--save_every", "1"))
     assert str(failures.value) == "rank 1: the rank died"  # and rank 0 has answered
-    assert not complete_checkpoints(tmp_path / "r/checkpoints")
+    assert not saved(tmp_path)
 
 
-def test_without_room_for_a_copy_training_waits_for_its_checkpoints(one_rank, flags, tmp_path):
-    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
-    one_rank.run("tests.distributed.failure_jobs:pretrain_without_room", flags=[*run, "--steps", "7", "--eval_every", "0", "--keep", "9"])
-    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3, 6, 7]
-    assert "training will wait while checkpoints are written" in (tmp_path / "r/log.txt").read_text()
+def test_without_room_for_a_copy_training_waits_for_its_checkpoints(run, one_rank, tmp_path):
+    one_rank.run(f"{JOBS}:pretrain_without_room", flags=run("--steps", "7"))
+    assert saved(tmp_path) == [3, 6, 7]
+    assert "training will wait while checkpoints are written" in log_of(tmp_path)
 
 
 def test_copies_may_take_what_the_tightest_limit_leaves(tmp_path):
@@ -255,129 +245,96 @@ def test_copies_may_take_what_the_tightest_limit_leaves(tmp_path):
 # --- what may change, and what may not -------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_goes_on_to_more_steps(train, flags, finished):
-    lines = train(finished.parent, "r", [*flags, "--steps", "8", "--eval_every", "0", "--resume"])
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    log = (finished / "log.txt").read_text()
+def finish_of(run: Path) -> dict | None:
+    return json.loads((run / "run.json").read_text())["finished"]
+
+
+def test_a_finished_run_goes_on_to_more_steps(run, two_ranks, finished):
+    assert (finish_of(finished)["step"], finish_of(finished)["tokens"]) == (6, 6 * 4 * 32)
+    before = (finished / "run.json").read_bytes()
+    again = RunFolder(finished, json.loads(before) | {"resume": True}, quiet=True)
+    again.abandon()  # a resume that was refused after the folder was opened
+    assert (finished / "run.json").read_bytes() == before
+    again.begin(6)
+    again.close()
+    assert finish_of(finished) is None
+    lines = two_ranks.train(run("--steps", "8", "--resume=must"))
+    assert [line["step"] for line in lines] == list(range(1, 9)) and finish_of(finished)["step"] == 8
+    log = log_of(finished.parent)
     assert "resuming after step 6" in log and "changed since this run was last started: steps: 6 -> 8" in log
-
-
-def test_ranks_may_change_at_stage_0(train, flags, tmp_path):
-    flags = [*flags, "--eval_every", "0", "--steps", "12", "--lr", "5e-4", "--keep", "9"]
-    whole = train(tmp_path, "r", flags, stage=0)
-    rewind(tmp_path / "r", 6)
-    lines = train(tmp_path, "r", [*flags, "--resume"], stage=0, ranks=1)
-    # One rank sums the gradients of the same samples in another order.
-    assert [loss for _, loss in losses(lines)] == pytest.approx([loss for _, loss in losses(whole)], abs=5e-6)
+    assert not list(finished.glob("*.cut")), "nothing lies beyond the checkpoint"
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "before", "changed"),
     [
         *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("zero0_bf16", "zero1_bf16", "zero3_bf16", "lamb", "one_bit_lamb", "zero_one_adam")
+            pytest.param(name, {}, {"betas": [0.5, 0.75], "eps": 1e-6, "weight_decay": 0.25}, marks=[] if name == "zero2_fp32" else long)
+            for name in ("zero2_fp32", "zero0_bf16", "zero1_bf16", "zero3_bf16", "lamb", "one_bit_lamb", "zero_one_adam")
         ),
-        "zero2_fp32",
+        ("zero0_fp32", {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}, {"momentum": 0.5}),
     ],
 )
-def test_changed_settings_of_the_optimizer_act_after_a_resume(config, two_ranks, corpus, tmp_path):
+def test_changed_settings_of_the_optimizer_act_after_a_resume(config, before, changed, run, two_ranks, tmp_path):
     """torch takes them from the checkpoint with the state, and the log would say of all of them that they have changed."""
-    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
-    run = ["--deepspeed_config", f"ds_configs/{config}.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r"]
-    two_ranks.train([*run, "--steps", "3"])
-    changed = {"betas": [0.5, 0.75], "eps": 1e-6, "weight_decay": 0.25}
-    run += [text for key, value in changed.items() for text in ("--set", f"optimizer.params.{key}={json.dumps(value)}")]
-    run += ["--set", "gradient_clipping=0.125"]
-    groups, clipping = two_ranks.run("tests.distributed.failure_jobs:settings_after", flags=[*run, "--steps", "5", "--resume"])[0]
+    flags = run("--steps", "3", *(section("optimizer", before) if before else []), config=config)
+    two_ranks.train(flags)
+    flags += [word for key, value in changed.items() for word in section(f"optimizer.params.{key}", value)]
+    flags += [*section("gradient_clipping", 0.125), "--steps", "5", "--resume"]
+    groups, clipping = two_ranks.run(f"{JOBS}:settings_after", flags=flags)[0]
     assert clipping == 0.125
-    assert all((tuple(group["betas"]), group["eps"]) == ((0.5, 0.75), 1e-6) for group in groups)
-    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+    for key, value in changed.items():
+        expected = [0.25, 0.0] if key == "weight_decay" else [tuple(value) if key == "betas" else value] * len(groups)
+        assert [tuple(group[key]) if key == "betas" else group[key] for group in groups] == expected
 
 
-def test_momentum_and_schedule_may_change_at_a_resume(one_rank, corpus, tmp_path):
-    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
-    run = ["--deepspeed_config", "ds_configs/zero0_fp32.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r", "--set"]
-    sgd = 'optimizer={"type": "SGD", "params": {"lr": 0.01, "momentum": %s}}'
-    one_rank.train([*run, sgd % 0.9, "--steps", "3"])
-    resumed = [*run, sgd % 0.5, "--set", "scheduler.type=WarmupLR", "--set", "scheduler.params={}", "--steps", "5", "--resume"]
-    groups, _ = one_rank.run("tests.distributed.failure_jobs:settings_after", flags=resumed)[0]
-    assert [group["momentum"] for group in groups] == [0.5] * len(groups)
+STABLE = section("scheduler", {"type": "WarmupStableDecayTokens"})
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("first", "more", "said"),
     [
-        (["--steps", "9"], "goes from 3.00e-04 (step 6) to "),
-        (["--lr", "4e-3", "--steps", "7"], "goes from 3.00e-04 (step 6) to 4.00e-04"),
-        (["--set", 'scheduler={"type":"WarmupLR"}', "--steps", "7"], "goes from 3.00e-04 (step 6) to 3.00e-03"),
-        (["--steps", "6"], ""),
+        ([], ["--steps", "9"], "goes from 3.00e-04 (step 6) to "),
+        ([], ["--lr", "4e-3", "--steps", "7"], "goes from 3.00e-04 (step 6) to 4.00e-04"),
+        ([], [*section("scheduler", {"type": "WarmupLR"}), "--steps", "7"], "goes from 3.00e-04 (step 6) to 3.00e-03"),
+        ([*STABLE, "--steps", "9"], [*STABLE, "--steps", "20"], ""),  # before its decay, another length changes no rate
     ],
 )
-def test_a_resume_that_changes_the_learning_rate_says_both_rates(more, said, one_rank, corpus, tmp_path):
-    """At the end of the run it says nothing, because no step is left."""
-    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
-    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r"]
-    schedule = ["--warmup_steps", "2"]
-    one_rank.train([*run, *schedule, "--lr", "3e-3", "--steps", "6"])
-    lines = one_rank.train([*run, *schedule, "--lr", "3e-3", "--resume", *more])
-    found = [line for line in (tmp_path / "r/log.txt").read_text().splitlines() if "warning: the learning rate" in line]
+def test_a_resume_that_changes_the_learning_rate_says_both_rates(first, more, said, run, one_rank, tmp_path):
+    flags = run("--warmup_steps", "2", "--lr", "3e-3")
+    one_rank.train([*flags, *first])
+    rewind(tmp_path / "r", 6)
+    lines = one_rank.train([*flags, *more, "--resume"])
+    found = [line for line in log_of(tmp_path).splitlines() if "warning: the learning rate" in line]
     assert len(found) == bool(said) and all(said in line and f"to {lines[6]['lr']:.2e}, " in line for line in found)
 
 
-def test_a_resume_with_the_same_schedule_is_silent_about_the_rate(one_rank, corpus, tmp_path):
-    """Also one to another length before the decay of `WarmupStableDecayTokens`."""
-    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
-    run = [
-        "--deepspeed_config",
-        "ds_configs/zero1_fp32.json",
-        *shape,
-        "--runs_dir",
-        str(tmp_path),
-        "--save_every",
-        "4",
-        "--warmup_steps",
-        "2",
-    ]
-    for name, steps in (("WarmupCosineTokens", "8"), ("WarmupStableDecayTokens", "20"), ("WarmupDecayLR", "8")):
-        again = [*run, "--run_name", name, "--set", f'scheduler={{"type":"{name}"}}', "--steps"]
-        one_rank.train([*again, "8"])
-        rewind(tmp_path / name, 4)
-        one_rank.train([*again, steps, "--resume"])
-        assert resumed_after(tmp_path / name) == 4 and "learning rate goes" not in (tmp_path / name / "log.txt").read_text()
-
-
-def test_a_run_that_is_stopped_in_its_last_step_is_evaluated_once(one_rank, corpus, tmp_path):
-    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--data", str(corpus)]
-    run = [*shape, "--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", "--resume"]
-    run += ["--steps", "6", "--eval_every", "3"]
-    one_rank.run("tests.distributed.failure_jobs:pretrain_stopped_in", step=6, flags=run)
+def test_a_run_that_is_stopped_in_its_last_step_is_evaluated_once(run, one_rank, tmp_path):
+    flags = run("--eval_every", "3", "--resume")
+    one_rank.run(f"{JOBS}:pretrain_stopped_in", step=6, flags=flags)
     for _ in range(2):
-        lines = one_rank.train(run)
+        lines = one_rank.train(flags)
         assert [line["step"] for line in lines if line.get("val_loss")] == [0, 3, 6]
     read = read_run(tmp_path / "r")
     assert read.finished and not read.remarks and read.measures["final_val_loss"] == lines[-1]["val_loss"]
 
 
-@pytest.mark.parametrize(("seen", "said"), [([True, True], ""), ([True, False], "rank 1 does not see this folder"), ([False, False], "")])
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (lambda own: [True, True], ""),
+        (lambda own: [True, False], "rank 1 does not see this folder"),
+        (lambda own: [False, False], ""),  # a job whose rank 0 has no folder needs none
+        # The answers of rank 0, and of a rank with an earlier copy.
+        (lambda own: ["process 7 on node0\n2\n" if isinstance(own, str) else True, own], "rank 1 does not see this folder"),
+    ],
+)
 def test_a_run_folder_that_not_all_hosts_share_is_refused(seen, said, tmp_path, monkeypatch):
-    """Before the first step. A job whose rank 0 has no folder needs none."""
-    monkeypatch.setattr(checkpoint_module, "SEEN_SECONDS", 0.1)
-    collectives = SimpleNamespace(gather=lambda own: seen)
-    with pytest.raises(UsageError, match=f"{said}; all hosts must share --runs_dir") if said else contextlib.nullcontext():
-        check_shared(tmp_path, collectives)
-
-
-def test_a_host_with_an_earlier_copy_of_the_run_folder_is_refused(tmp_path, monkeypatch):
+    """Before the first step."""
     monkeypatch.setattr(checkpoint_module, "SEEN_SECONDS", 0.1)
     (tmp_path / ".lock").write_text("process 7 on node1\n1\n")
-
-    def gather(own: str | bool) -> list[str | bool]:
-        """The answers of rank 0, and of this rank."""
-        return ["process 7 on node0\n2\n" if isinstance(own, str) else True, own]
-
-    with pytest.raises(UsageError, match="rank 1 does not see this folder"):
-        check_shared(tmp_path, SimpleNamespace(gather=gather))
+    with pytest.raises(UsageError, match=f"{said}; all hosts must share --runs_dir") if said else contextlib.nullcontext():
+        check_shared(tmp_path, SimpleNamespace(gather=seen))
 
 
 def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):
@@ -389,96 +346,90 @@ def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):
     assert not (tmp_path / "step-00000003").exists()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[] if stage == 1 else pytest.mark.long) for stage in (0, 1, 2, 3)])
-def test_the_rule_of_the_loss_scale_is_the_resumed_runs(stage, two_ranks, corpus, tmp_path):
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=long) for stage in (0, 2, 3))])
+def test_the_rule_of_the_loss_scale_is_the_resumed_runs(stage, run, two_ranks):
     """The scale itself is that of the checkpoint."""
-    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
-    run = ["--deepspeed_config", f"ds_configs/zero{stage}_fp16.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r"]
     rule = {"initial_scale_power": 6, "loss_scale_window": 2, "min_loss_scale": 32}
-    run += [text for key, value in rule.items() for text in ("--set", f"fp16.{key}={value}")]
-    job = "tests.distributed.failure_jobs:loss_scaler_after"
-    before = two_ranks.run(job, flags=[*run, "--steps", "4"])[0]
-    changed = ["--set", "fp16.loss_scale_window=500", "--set", "fp16.min_loss_scale=1"]
-    after = two_ranks.run(job, flags=[*run, *changed, "--steps", "6", "--resume"])[0]
+    flags = run("--steps", "4", config=f"zero{stage}_fp16") + [word for key in rule for word in section(f"fp16.{key}", rule[key])]
+    before = two_ranks.run(f"{JOBS}:loss_scaler_after", flags=flags)[0]
+    flags += [*section("fp16.loss_scale_window", 500), *section("fp16.min_loss_scale", 1), "--steps", "6", "--resume"]
+    after = two_ranks.run(f"{JOBS}:loss_scaler_after", flags=flags)[0]
     assert (before["scale_window"], before["min_scale"]) == (2, 32) and before["cur_scale"] == 128
     assert (after["scale_window"], after["min_scale"], after["cur_scale"]) == (500, 1, 128)
 
 
-def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(flags, finished):
-    before = {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
-    others = ["--seed", "7", "--n_layer", "3", "--global_batch_size", "8"]
-    run = LaunchedRun(finished.parent, "r", 3, 1, [*flags, "--resume", *others])
-    assert run.wait() == 2
-    (fault,) = (line for line in run.output().splitlines() if line.startswith("error: "))
-    theirs, own = "--seed 1, --global_batch_size 4, --n_layer 2", "--seed 7, --global_batch_size 8, --n_layer 3"
-    assert f"{finished}: this run has {theirs}, and the command {own}; give the run's own values, or another --run_name" in fault
-    assert "Traceback" not in run.output()
-    assert before == {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-# --- damaged checkpoints, full disks -----------------------------------------------------------------------------------------------
+def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(run, finished):
+    before = files_of(finished)
+    others = ["--seed", "7", "--n_layer", "3", "--global_batch_size", "8", "--no_cross_document"]
+    done = run_script("launch/pretrain.py", *run(*others, "--resume", config="zero3_fp32"))
+    theirs = "--seed 1, --global_batch_size 4, --n_layer 2, no --no_cross_document"
+    own = "--seed 7, --global_batch_size 8, --n_layer 3, --no_cross_document"
+    said = f"{finished}: this run has {theirs}, and the command {own}; give the run's own values, or another --run_name"
+    assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
+    assert files_of(finished) == before
 
 
-def test_a_checkpoint_without_its_state_is_passed_over(train, flags, finished):
-    (finished / "checkpoints/step-00000006/state.json").unlink()
-    train(finished.parent, "r", [*flags, "--steps", "6", "--eval_every", "0", "--resume"])
-    log = (finished / "log.txt").read_text()
-    assert "resuming after step 3" in log and "step-00000006/state.json: is missing" in log
-    assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
+# --- full disks --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", ["12", "9"], ids=["beside-training", "at-the-end"])
-@pytest.mark.long
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_older_ones(steps, flags, finished):
-    # Every file of the checkpoint is larger than what this job may write to a file, as on a disk that is full.
-    run = LaunchedRun(
-        finished.parent, "r", 1, 2, [*flags, "--steps", steps, "--eval_every", "0", "--resume"], under=("prlimit", "--fsize=60000")
-    )
-    assert run.wait() == 1, run.output()
-    faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
-    assert any("step-00000009: could not be written" in line and "--resume" in line for line in faults)
-    assert "Traceback" not in run.output()
-    assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
+@long
+@pytest.mark.parametrize(
+    ("more", "bytes_per_file", "said"),
+    [
+        (["--steps", "12", "--resume"], 60_000, "step-00000009: could not be written"),  # beside training
+        (["--steps", "9", "--resume"], 60_000, "step-00000009: could not be written"),  # at the end
+        (["--steps", "1000", "--save_every", "0", "--run_name", "other"], 12_000, "there is no checkpoint yet"),
+    ],
+)
+def test_a_file_that_cannot_be_written_ends_the_run_and_leaves_older_checkpoints(more, bytes_per_file, said, run, finished):
+    """Every file of a checkpoint is larger than what this job may write to a file, as on a disk that is full."""
+    ended = LaunchedRun(finished.parent, "r", 1, 2, run(*more), under=("prlimit", f"--fsize={bytes_per_file}"))
+    assert ended.wait() == 1, ended.output()
+    faults = [line for line in ended.output().splitlines() if line.startswith("error: ")]
+    assert any(said in line and ("--resume" in line) == ("--resume" in more) for line in faults)
+    assert "Traceback" not in ended.output() and saved(finished.parent) == [3, 6]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_is_full_beside_training_ends_all_ranks_together(rank, train, two_ranks, flags, tmp_path):
-    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", *TINY, *flags]
-    run += ["--eval_every", "0"]
-    assert two_ranks.run("tests.distributed.failure_jobs:pretrain_until_a_write_fails", flags=run, rank=rank, step=6) == [1, 1]
-    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3]
+def test_a_disk_that_is_full_beside_training_ends_all_ranks_together(rank, run, two_ranks, tmp_path):
+    flags = run("--steps", str(STEPS))
+    assert two_ranks.run(f"{JOBS}:pretrain_until_a_write_fails", flags=flags, rank=rank, step=6) == [1, 1]
+    assert saved(tmp_path) == [3]
     assert 6 <= json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[-1])["step"] <= 9, "noted too late"
-    train(tmp_path, "r", [*flags, "--steps", "9", "--eval_every", "0", "--resume"])
+    two_ranks.train([*flags, "--steps", "9", "--resume"])
     assert not list((tmp_path / "r/checkpoints").glob(".*"))
 
 
-def test_the_newest_and_the_best_checkpoints_stay(train, flags, tmp_path):
+def test_the_newest_and_the_best_checkpoints_stay(run, two_ranks, tmp_path):
     # A learning rate that ruins the model after a while: the best is not among the newest.
-    ruin = ["--lr", "3", "--min_lr", "3", "--warmup_steps", "12", "--eval_every", "3", "--steps", "24"]
-    train(tmp_path, "r", [*flags, *ruin])
-    states = [read_state(path) for path in complete_checkpoints(tmp_path / "r/checkpoints")]
-    lines = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    ruin = ["--lr", "3", "--min_lr", "3", "--warmup_steps", "12"]
+    lines = two_ranks.train(run(*ruin, "--eval_every", "3", "--steps", "24", "--keep", "2"))
     best = min((line for line in lines if line["step"] and "val_loss" in line), key=lambda line: line["val_loss"])["step"]
-    assert best < 21 and [state["step"] for state in states] == [best, 21, 24]
+    assert best < 21 and saved(tmp_path) == [best, 21, 24]
 
 
 # --- what a run has written, damaged or removed -----------------------------------------------------------------------------------
 
 
-def test_a_damaged_line_costs_a_resume_no_other_line(train, flags, finished):
-    """Only what the checkpoint does not have is cut, and a copy of it stays."""
+def test_a_damaged_line_costs_a_resume_no_other_line(run, two_ranks, finished):
+    """Only what the checkpoint does not have is cut, and a copy of it stays. A newer checkpoint without its state is passed over."""
     metrics = finished / "metrics.jsonl"
     texts = metrics.read_bytes().split(b"\n")[:6]
     texts[1] = texts[1].replace(b"step", b"st\xffep")
     texts[2] = json.dumps({key: value for key, value in json.loads(texts[2]).items() if key != "seconds"}).encode()
     metrics.write_bytes(b"\n".join([*texts, b'{"step": 7, "tok']))
-    rewind(finished, 3)
-    lines = train(finished.parent, "r", [*flags, "--steps", "6", "--eval_every", "0", "--resume"])
-    assert [line["step"] for line in lines] == [1, 3, 4, 5, 6]
+    (finished / "checkpoints/step-00000006/state.json").unlink()
+    lines = two_ranks.train(run("--resume"))
+    assert [line["step"] for line in lines] == [1, 3, 4, 5, 6] and saved(finished.parent) == [3, 6]
     assert metrics.read_bytes().split(b"\n")[:3] == texts[:3]
     assert (finished / "metrics.jsonl.cut").read_bytes().split(b"\n") == [*texts[3:], b'{"step": 7, "tok', b""]
-    log = (finished / "log.txt").read_text()
+    log = log_of(finished.parent)
     assert "4 line(s) beyond step 3 were cut off" in log and "metrics.jsonl.cut" in log
+    assert "resuming after step 3" in log and "step-00000006/state.json: is missing" in log
 
 
 def test_only_what_lies_beyond_the_checkpoint_is_cut(tmp_path):
@@ -498,49 +449,18 @@ def test_only_what_lies_beyond_the_checkpoint_is_cut(tmp_path):
     again.close()
 
 
-def test_without_anything_beyond_the_checkpoint_nothing_is_kept_aside(train, flags, finished):
-    train(finished.parent, "r", [*flags, "--steps", "7", "--eval_every", "0", "--resume"])
-    assert not list(finished.glob("*.cut"))
+@long
+def test_a_run_whose_folder_is_removed_ends_in_one_line(run, tmp_path):
+    ended = LaunchedRun(tmp_path, "r", 1, 1, run("--steps", "100000", "--save_every", "0")).wait_for_step(2)
+    while ended.folder.exists():  # the run may make a file in it meanwhile
+        shutil.rmtree(ended.folder, ignore_errors=True)
+    assert ended.wait() == 1, ended.output()
+    (fault,) = (line for line in ended.output().splitlines() if line.startswith("error: "))
+    assert str(ended.folder) in fault and "there is no checkpoint yet" in fault
+    assert "Traceback" not in ended.output() and not ended.folder.exists()
 
 
-@pytest.mark.long
-def test_a_run_whose_folder_is_removed_ends_in_one_line(flags, tmp_path):
-    run = LaunchedRun(tmp_path, "r", 1, 1, [*flags, "--steps", "100000", "--save_every", "0"]).wait_for_step(2)
-    while run.folder.exists():  # the run may make a file in it meanwhile
-        shutil.rmtree(run.folder, ignore_errors=True)
-    assert run.wait() == 1, run.output()
-    (fault,) = (line for line in run.output().splitlines() if line.startswith("error: "))
-    assert str(run.folder) in fault and "there is no checkpoint yet" in fault
-    assert "Traceback" not in run.output() and not run.folder.exists()
-
-
-@pytest.mark.long
-def test_a_disk_that_is_full_before_the_first_checkpoint_promises_none(flags, tmp_path):
-    run = LaunchedRun(tmp_path, "r", 1, 1, [*flags, "--steps", "1000", "--save_every", "0"], under=("prlimit", "--fsize=12000"))
-    assert run.wait() == 1, run.output()
-    (fault,) = (line for line in run.output().splitlines() if line.startswith("error: "))
-    assert "could not be written" in fault and "there is no checkpoint yet" in fault
-    assert "Traceback" not in run.output()
-
-
-# --- whether a run has reached its end -------------------------------------------------------------------------------------------
-
-
-def finish_of(run: Path) -> dict | None:
-    return json.loads((run / "run.json").read_text())["finished"]
-
-
-def test_run_json_says_whether_the_run_has_reached_its_end(train, flags, finished):
-    assert (finish_of(finished)["step"], finish_of(finished)["tokens"]) == (6, 6 * 4 * 32)
-    before = (finished / "run.json").read_bytes()
-    again = RunFolder(finished, json.loads(before) | {"resume": True}, quiet=True)
-    again.abandon()  # a resume that was refused after the folder was opened
-    assert (finished / "run.json").read_bytes() == before
-    again.begin(6)
-    again.close()
-    assert finish_of(finished) is None
-    train(finished.parent, "r", [*flags, "--steps", "8", "--eval_every", "0", "--resume=must"])
-    assert finish_of(finished)["step"] == 8
+# --- the folder of a run ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_is_not_resumed_with_a_setting_that_no_step_would_use(finished):
@@ -552,17 +472,13 @@ def test_a_finished_run_is_not_resumed_with_a_setting_that_no_step_would_use(fin
     RunFolder(finished, said | {"total_tokens": said["total_tokens"] + 1}, quiet=True).close()
 
 
-def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(train, flags, finished):
-    train(finished.parent, "rr", [*flags, "--steps", "2", "--eval_every", "0", "--resume"])
+def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(run, one_rank, finished):
+    one_rank.train(run("--run_name", "rr", "--steps", "1", "--resume"))
     first = (finished.parent / "rr" / "log.txt").read_text().splitlines()[0]
     assert f"{finished.parent / 'rr'} is a new run; did you mean 'r'?" in first
-    assert "new run" not in (finished / "log.txt").read_text()
 
 
-# --- two jobs on one folder ------------------------------------------------------------------------------------------------------
-
-
-def description(resume: bool) -> dict:
+def description(resume: bool) -> dict[str, Any]:
     empty = {key: kind() for key, (kind,) in RUN_KEYS.items()}
     model = {"shape": vars(PRESETS["nano"].shape), "corpus": {"vocab_size": 1024}}
     return {**empty, **model, "created": "now", "resume": resume, "ranks": 1, "optimizer": {"type": "AdamW"}}
@@ -622,20 +538,16 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".lock", "log.txt", "loss.png", "metrics.jsonl", "metrics.jsonl.cut", "csv_monitor/loss.csv"])
-def test_a_resume_does_not_write_through_a_link(name, finished, flags):
+def test_a_run_does_not_write_through_a_link(name, finished, run):
     outside, file = finished.parent / "outside", finished / name
     outside.write_text("mine")
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     file.symlink_to(outside)
     before = (finished / "run.json").read_bytes()
-    monitor = ["--set", 'csv_monitor={"enabled": true}']
-    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", finished.parent, "--run_name", "r", *TINY, *flags, *monitor]
-    done = run_script("launch/pretrain.py", *run, "--steps", "7", "--resume")
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: {file}: is a link to {outside}, and a run writes its own files; remove the link\n",
-    )
+    said = f"{file}: is a link to {outside}, and a run writes its own files; remove the link"
+    with pytest.raises(UsageError, match=re.escape(said)):
+        RunFolder(finished, json.loads(before) | {"resume": True}, quiet=True)
     assert outside.read_text() == "mine" and (finished / "run.json").read_bytes() == before
 
 

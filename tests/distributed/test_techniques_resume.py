@@ -1,0 +1,48 @@
+"""A run with a technique that is resumed from any step is, bit for bit, the uninterrupted one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.parity import FREEZE, TECHNIQUES, technique_flags
+from tests.distributed.test_engine_follows_plain_pytorch import cells, data, forms_of  # noqa: F401 (a fixture)
+from tests.helpers import resumed_after, rewind
+
+#: Of a line, what does not depend on the machine or the moment.
+MEASURED = ("seconds", "tokens_per_second", "mfu", "memory")
+#: (technique, form, precision, the step of the checkpoint)
+QUICK = [
+    ("batch_size_warmup", "stage 2", "fp32", 15),
+    ("curriculum_learning", "stage 2", "fp32", 15),
+    ("progressive_layer_drop", "stage 1", "fp32", 10),
+    ("random_ltd, checkpointed", "stage 1", "fp32", 10),
+    ("lamb", "stage 0", "fp32", 15),
+    ("muon", "stage 0", "fp32", 15),
+    ("muon", "stage 2", "fp32", 15),
+    ("one_bit_lamb", "stage 0", "fp32", FREEZE + 7),
+    ("zero_one_adam", "stage 0", "bf16", 20),
+]
+EVERY = [
+    *((name, form, "fp32", 20) for name in TECHNIQUES if "," not in name for form in forms_of(name)[:4]),
+    *((name, forms_of(name)[-1:][0], "bf16", 15) for name in ("lamb", "muon")),
+    *(
+        (name, "stage 0", precision, step)
+        for name in ("one_bit_adam", "one_bit_lamb")
+        for precision in ("fp32", "bf16")
+        for step in (7, 10, 17)
+    ),
+    # Between renewals, after the last, between exchanges and after one.
+    *(("zero_one_adam", "stage 0", precision, step) for precision in ("fp32", "bf16", "fp16") for step in (8, 10, 15, 16, 22)),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "precision", "step"), cells(EVERY, QUICK))
+def test_a_resume_is_the_uninterrupted_run(name, form, precision, step, data, two_ranks, tmp_path):  # noqa: F811
+    run = [*technique_flags(name, data, tmp_path, form, 2, 1, precision), "--save_every", str(step), "--keep", "30", "--eval_every", "5"]
+    whole = two_ranks.train(run)
+    rewind(tmp_path / "r", step)
+    resumed = two_ranks.train([*run, "--resume"])
+    assert resumed_after(tmp_path / "r") == step
+    for key in {key for line in whole for key in line if not any(word in key for word in MEASURED)}:
+        assert [line.get(key) for line in resumed] == [line.get(key) for line in whole], key
+    assert "grad_norm" in whole[1] and "val_loss" in whole[0]
