@@ -99,13 +99,10 @@ OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-def impossible_values(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
-    """Each key that cannot be used with the others, as a dotted path, and the reason with the fix."""
-    zero = "zero_optimization."
-
-    def value(path: str) -> Any:
-        return ds_json.get(*path.split("."))
-
+def impossible_values(values: dict[str, Any], ranks: int, shape: ModelShape, precision: str) -> Iterator[tuple[str, str]]:
+    """Each key that cannot be used with the others, as a dotted path, and the reason with the fix. values: by dotted path."""
+    zero, value = "zero_optimization.", values.get
+    stage: int = values["zero_optimization.stage"]
     if stage == 3 and value(ratio := f"{zero}offload_optimizer.ratio") not in (None, 1):
         # stage3.py makes a second optimizer for the rest, with its own parameter groups.
         yield ratio, "is not 1: the weights that stay on the GPU do not follow the learning rate in DeepSpeed 0.19.8; leave it out"
@@ -179,13 +176,14 @@ def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, cl
     if ds_json.get("zero_optimization") is None:
         ds_json.fill(("zero_optimization",), {}, "DeepSpeed's default")
     ds_json.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
-    found = [(path, f"{why}; leave it out") for path, (harmless, why) in REFUSED.items() if ds_json.get(*path.split(".")) not in harmless]
-    if ds_json.get("data_parallel_size") not in (None, ranks):
+    values = ds_json.by_path()
+    found = [(path, f"{why}; leave it out") for path, (harmless, why) in REFUSED.items() if values.get(path) not in harmless]
+    if values.get("data_parallel_size") not in (None, ranks):
         found.append(("data_parallel_size", f"is not {ranks}, the run's ranks, and all of them share the data; leave it out"))
     for cls in claimed.values():  # sections of techniques, at the other places where DeepSpeed documents them
-        found += [(path, f"is read at the top level only; move it to '{cls.declaration.section}'") for path in _elsewhere(ds_json, cls)]
+        found += [(path, f"is read at the top level only; move it to '{cls.declaration.section}'") for path in _elsewhere(values, cls)]
     if not ds_json.is_faulty("zero_optimization", "stage"):  # else the stage is unknown
-        found += impossible_values(ds_json, ranks, shape, ds_json.get("zero_optimization", "stage"), precision)
+        found += impossible_values(values, ranks, shape, precision)
     for path, why in found:
         if not ds_json.is_faulty(*path.split(".")):
             ds_json.fault(tuple(path.split(".")), why)
@@ -201,12 +199,12 @@ def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, cl
     _check_machine(ds_json, ranks)
 
 
-def _elsewhere(ds_json: DeepSpeedJson, cls: type[Technique]) -> Iterator[str]:
+def _elsewhere(values: dict[str, Any], cls: type[Technique]) -> Iterator[str]:
     """The places other than the top level at which a technique's section is switched on."""
     for place in cls.declaration.other_places:
         path = place.split(".")
-        off = any(ds_json.get(*path[:depth], "enabled") is False for depth in range(1, len(path)))
-        if not off and _is_active(ds_json.get(*path)):
+        off = any(values.get(".".join((*path[:depth], "enabled"))) is False for depth in range(1, len(path)))
+        if not off and _is_active(values.get(place)):
             yield place
 
 

@@ -132,7 +132,7 @@ class DeepSpeedJson:
 
     def origins(self) -> dict[str, str]:
         """The origin of each value, by its dotted path; "default" for those that nobody wrote or filled in."""
-        return {dotted(path): self.origin(path) or "default" for path, _ in leaves(self.values)}
+        return {".".join(map(str, path)): self.origin(path) or "default" for path, _ in leaves(self.values)}
 
     def paths(self) -> list[KeyPath]:
         """The paths of all keys that the user wrote."""
@@ -201,6 +201,18 @@ class DeepSpeedJson:
         """The value at `path`, or None where it is missing or `"auto"`."""
         value = value_at(self.values, path)
         return None if value == "auto" else value
+
+    def by_path(self) -> dict[str, Any]:
+        """All values and sections by dotted path; None for "auto"."""
+
+        def flat(section: dict[str, Any], above: str) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for key, value in section.items():
+                found[above + key] = None if value == "auto" else value
+                found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {}
+            return found
+
+        return flat(self.values, "")
 
     def asked(self, path: KeyPath, flag: str) -> Any:
         """What the user asks for: the value at `path`, else the flag's, else None. Notes a fault if they differ."""
