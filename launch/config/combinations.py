@@ -250,7 +250,8 @@ def _check_machine(ds_json: DeepSpeedJson, ranks: int) -> None:
         if ds_json.get("zero_optimization", key, "device") != "nvme":
             continue
         if ours and ranks > (ranks_of_host() or GPUS_OF_A_HOST):
-            ds_json.note(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
+            say = ds_json.lack if ranks_of_host() else ds_json.note
+            say(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
         elif not ours and not os.path.isdir(folder := str(ds_json.get(*path))):
             ds_json.lack(path, f"is {folder!r}, which is not a folder on this host; create it on the NVMe drive")
 
