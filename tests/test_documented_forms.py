@@ -91,14 +91,7 @@ SECTIONS = {
     "wandb": {"wandb": {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"}},
     "comet": {"comet": {"enabled": True, "workspace": "w", "project": "p", "samples_log_interval": 50, "online": False, "mode": "get"}},
     "comms_logger": {"comms_logger": {"enabled": True, "verbose": False, "prof_all": False, "debug": False, "prof_ops": ["all_reduce"]}},
-    "checkpoint": {
-        "checkpoint": {
-            "tag_validation": "Warn",
-            "load_universal": False,
-            "use_node_local_storage": False,
-            "parallel_write": {"pipeline_stage": False},
-        }
-    },
+    "checkpoint": {"checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": False}}},
     "disable_allgather": {"disable_allgather": True},
     "seq_parallel_communication_data_type": {"seq_parallel_communication_data_type": "fp32"},
 }
