@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import subprocess
@@ -77,35 +76,26 @@ def test_a_run_of_many_epochs_has_a_note(resolved):
     assert not any("about" in note for note in resolved("--steps", str(steps)).notes)
 
 
-def test_ranks_with_another_corpus_are_refused(resolved):
-    """A host that has a corpus of its own at the path of rank 0's."""
+def test_ranks_with_another_corpus_or_configuration_are_refused(resolved):
+    """A host on which the corpus, the command or the JSON differs; where the files lie may differ."""
     from launch.training.engine import _check_hosts  # imports torch and DeepSpeed
 
-    config = resolved()
-    _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own])))
-    with pytest.raises(UsageError, match=rf"--data {config.data}: rank 2 has another corpus than rank 0; copy the corpus"):
-        _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own, ("another", *own[1:])])))
-
-
-def test_ranks_with_another_configuration_are_refused(resolved):
-    """A host on which the command or the JSON differs; where the files lie may differ."""
-    from launch.training.engine import _check_hosts  # imports torch and DeepSpeed
-
-    def answer(other: RunConfig) -> Any:
-        found: list[Any] = []
-        with contextlib.suppress(UsageError):
-            _check_hosts(other, cast("Any", SimpleNamespace(gather=lambda own: [found.append(own) or own])))
-        return SimpleNamespace(gather=lambda own: [own, found[0]])
+    def check(config: RunConfig, other: RunConfig | None = None) -> Any:
+        own: list[Any] = []
+        _check_hosts(other or config, cast("Any", SimpleNamespace(gather=lambda gathered: [own.append(gathered) or gathered])))
+        theirs = own[0] if other else ("another", *own[0][1:])
+        _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda gathered: [gathered, theirs])))
 
     config = resolved()
-    _check_hosts(config, answer(resolved("--quiet")))
+    check(config, resolved("--quiet"))
     drives = [{"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": path}} for path in ("/a", "/b")]
-    here, there = (resolved(zero_optimization=drive) for drive in drives)
-    _check_hosts(here, answer(there))
+    check(*(resolved(zero_optimization=drive) for drive in drives))
+    with pytest.raises(UsageError, match=rf"--data {config.data}: rank 1 has another corpus than rank 0; copy the corpus"):
+        check(config)
     with pytest.raises(UsageError, match="rank 1 has seed = 7, and rank 0 has 1"):
-        _check_hosts(config, answer(resolved("--seed", "7")))
+        check(config, resolved("--seed", "7"))
     with pytest.raises(UsageError, match=r"rank 1 has engine.zero_optimization.stage = 2, and rank 0 has 1"):
-        _check_hosts(config, answer(resolved(**{"zero_optimization.stage": 2})))
+        check(config, resolved(**{"zero_optimization.stage": 2}))
 
 
 def test_a_flag_wins_over_the_preset(resolved):
@@ -137,45 +127,16 @@ def test_a_concrete_value_stands(resolved):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "flags", "names"),
-    [
-        ("optimizer.params.lr", 1e-3, ["--lr", "0.002"], "'optimizer.params.lr' is 0.001, but --lr is 0.002"),
-        ("train_batch_size", 8, ["--global_batch_size", "4"], "'train_batch_size' is 8, but --global_batch_size is 4"),
-        ("train_micro_batch_size_per_gpu", 8, ["--micro_batch_size", "4"], "is 8, but --micro_batch_size is 4"),
-        ("scheduler.params.min_lr", 0, ["--min_lr", "0.001"], "'scheduler.params.min_lr' is 0, but --min_lr is 0.001"),
-        ("scheduler.params.warmup_steps", 3, ["--warmup_steps", "4"], "is 3, but --warmup_steps is 4"),
-        ("scheduler.params.total_tokens", 4096, ["--tokens", "8192"], "is 4096, but --tokens is 8192"),
-        ("scheduler.params.total_tokens", 4096, ["--steps", "3"], "is 4096, 2 steps of 2048 tokens, but --steps is 3"),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}, ["--lr", "0.2"], "is 0.1, but --lr is 0.2"),
-        ("scheduler", {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}, ["--steps", "6"], "is 5, but --steps is 6"),
-    ],
-)
-def test_json_and_flag_that_disagree_are_both_named(key, value, flags, names, resolved):
-    with pytest.raises(UsageError) as mistake:
-        resolved(*flags, **{key: value})
-    assert names in str(mistake.value)
-    assert 'write "auto" in the JSON or leave the flag out' in str(mistake.value)
-
-
-@pytest.mark.parametrize(
     ("ranks", "given", "expected"),
     [
         # global, micro, accumulation as given (None: "auto") -> as resolved. The preset has 16 and at most 16.
         (1, (None, None, None), (16, 16, 1)),
         (2, (None, None, None), (16, 8, 1)),
-        (4, (None, None, None), (16, 4, 1)),
-        (1, (64, None, None), (64, 16, 4)),
         (2, (64, None, None), (64, 16, 2)),
-        (4, (64, None, None), (64, 16, 1)),
         (2, (36, None, None), (36, 9, 2)),  # the largest micro-batch up to 16 that divides 18
         (1, (None, 4, None), (16, 4, 4)),
-        (2, (None, 4, None), (16, 4, 2)),
-        (4, (None, 4, None), (16, 4, 1)),
-        (1, (None, None, 2), (16, 8, 2)),
         (2, (None, None, 4), (16, 2, 4)),
-        (1, (None, 3, 5), (15, 3, 5)),
         (2, (None, 3, 5), (30, 3, 5)),
-        (4, (None, 3, 5), (60, 3, 5)),
         (4, (24, 2, None), (24, 2, 3)),
         (2, (24, None, 3), (24, 4, 3)),
         (4, (24, 2, 3), (24, 2, 3)),
@@ -197,6 +158,7 @@ def test_tokens_are_rounded_up_to_whole_steps(tokens, steps, resolved):
     assert config.scheduler["params"]["total_tokens"] == steps * 2048
     in_the_json = resolved(**{"scheduler.params.total_tokens": tokens})
     assert (in_the_json.steps, in_the_json.total_tokens) == (steps, steps * 2048)
+    assert in_the_json.origins["scheduler.params.total_tokens"].endswith(f": {tokens:,}, in whole steps") == bool(tokens % 2048)
 
 
 def test_warm_up_of_a_short_run_is_at_most_40_percent_of_it(resolved):
@@ -214,14 +176,11 @@ def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved
     assert resolved(scheduler=started).scheduler["params"]["last_batch_iteration"] == -1
     left_out = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}
     assert resolved("--steps", "40", scheduler=left_out).scheduler["params"] == {"warmup_num_steps": 5, "total_num_steps": 40}
-    bare = resolved("--steps", "5000", "--warmup_steps", "100", "--lr", "5e-4", scheduler={"type": "WarmupDecayLR"})
-    assert bare.scheduler["params"] == {"warmup_num_steps": 100, "total_num_steps": 5000, "warmup_max_lr": 5e-4}
-    assert (bare.lr, bare.warmup_steps) == (5e-4, 100)
-    assert not any("is not used" in note for note in bare.notes)
     assert resolved("--warmup_steps", "0", scheduler=decay).scheduler["params"]["warmup_num_steps"] == 1  # DeepSpeed refuses 0
-    for steps, reason in ((40, "the schedule ends at step 40"), (41, "is longer than the run of 40 steps")):
-        with pytest.raises(UsageError, match=f"warmup_num_steps.* is {steps}.*{reason}"):
-            resolved("--steps", "40", "--warmup_steps", str(steps), scheduler=decay)
+    short = {"type": "WarmupDecayLR", "params": {"total_num_steps": 500}}
+    for steps, flags in ((600, ("--warmup_steps", "600")), (1000, ())):  # DeepSpeed's default
+        with pytest.raises(UsageError, match=f"warmup_num_steps.* is {steps}, and the schedule ends at step 500"):
+            resolved("--tokens", "2e7", *flags, scheduler=short)
 
 
 def test_a_set_value_is_a_number_only_as_a_whole(resolved):
@@ -229,16 +188,6 @@ def test_a_set_value_is_a_number_only_as_a_whole(resolved):
     shape = ["--set", "scheduler.type=WarmupStableDecayTokens", "--set", "scheduler.params.decay_shape=1-sqrt"]
     assert resolved(*shape).scheduler["params"]["decay_shape"] == "1-sqrt"
     assert resolved("--set", "optimizer.params.eps=1e-6").optimizer["params"]["eps"] == 1e-6
-
-
-def test_tokens_that_are_rounded_to_whole_steps_say_so(resolved):
-    config = resolved("--set", "scheduler.params.total_tokens=1000001")
-    assert config.origins["scheduler.params.total_tokens"] == "--set: 1,000,001, in whole steps"
-    assert config.total_tokens > 1_000_001
-
-
-def test_a_json_without_a_scheduler_gets_ours(resolved):
-    assert resolved(scheduler=None).scheduler == resolved().scheduler
 
 
 def test_hugging_face_style_auto_inside_zero(resolved):
@@ -261,14 +210,7 @@ def test_auto_precision_is_bf16_unless_fp16_is_asked_for(fp16, bf16, precision, 
 
 #: As transformers documents it: every value that the trainer knows is "auto", and the file serves fp16 and bf16.
 HUGGING_FACE = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": AUTO_WARMUP},
@@ -277,18 +219,12 @@ HUGGING_FACE = {
         "overlap_comm": True,
         "contiguous_gradients": True,
         "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
+        **dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"),
+        **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 1e9),
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
     "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
 }
 SGD = BASE | {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
@@ -382,24 +318,6 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
         resolve([*flags, "--set", "zero_optimization.stage=3", "--set", "zero_optimization.zero_hpz_partition_size=auto"])
 
 
-def test_explain_prints_the_resolved_run_and_makes_nothing(corpus, tmp_path):
-    command = [sys.executable, ROOT / "launch/pretrain.py", "--deepspeed_config", ROOT / "ds_configs/zero3_fp16.json", "--explain"]
-    done = subprocess.run(
-        [*command, "json", "--data", corpus, "--ranks", "4", "--global_batch_size", "16"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    explained = json.loads(done.stdout)
-    assert explained["batch"] == {
-        "micro_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "ranks": 4,
-        "global_batch_size": 16,
-        "seq_len": 128,
-        "tokens_per_step": 2048,
-    }
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_reader_that_goes_away_leaves_no_traceback(corpus):
     script = f"'{sys.executable}' launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --data '{corpus}' --explain | true"
     done = subprocess.run(["bash", "-c", script + "; exit ${PIPESTATUS[0]}"], cwd=ROOT, capture_output=True, text=True)
@@ -440,10 +358,6 @@ def test_every_key_that_deepspeed_reads_has_a_rule():
     old, of_recipes = {"bfloat16"}, {cls.declaration.section for cls in technique_classes()}
     of_initialize = {"data_parallel_size", "mesh_param", "sequence_parallel_size"}
     assert looked_for - set(schema.removed) - old - of_recipes | of_initialize == set(schema.keys)
-    for section in ("aio", "checkpoint", "data_types", "flops_profiler"):
-        looked_for.clear()
-        DeepSpeedConfig({"train_batch_size": 1, section: Recorder()})
-        assert looked_for <= set(schema.keys[section]["keys"]), section
 
 
 def test_the_peak_of_a_schedule_of_deepspeed_is_the_runs(resolved):

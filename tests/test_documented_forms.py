@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.config.deepspeed_json import value_at
 from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
-from recipes.registry import technique_classes
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +47,6 @@ MIXED = {"consecutive_hysteresis": False, "min_loss_scale": 1, "fp16_master_weig
 LTD = {"total_layer_num": 24, "random_ltd_layer_num": 22, "model_type": "decoder", "hidden_state_order": "seq_batch_dim"}
 MONITOR = {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}
 
-#: What DeepSpeed has dropped and a recipe brings back.
-OURS = {name for cls in technique_classes() if (name := cls.declaration.section)}
 SECTIONS = {
     "optimizer": {"optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}},
     "scheduler": {
@@ -93,33 +91,14 @@ SECTIONS = {
     "wandb": {"wandb": {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"}},
     "comet": {"comet": {"enabled": True, "workspace": "w", "project": "p", "samples_log_interval": 50, "online": False, "mode": "get"}},
     "comms_logger": {"comms_logger": {"enabled": True, "verbose": False, "prof_all": False, "debug": False, "prof_ops": ["all_reduce"]}},
-    "checkpoint": {
-        "checkpoint": {
-            "tag_validation": "Warn",
-            "load_universal": False,
-            "use_node_local_storage": False,
-            "parallel_write": {"pipeline_stage": False},
-        }
-    },
+    "checkpoint": {"checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": False}}},
     "disable_allgather": {"disable_allgather": True},
     "seq_parallel_communication_data_type": {"seq_parallel_communication_data_type": "fp32"},
 }
 #: Without effect in this loop: accepted with a word.
 WITH_A_WORD = {"hybrid_engine", "autotuning_on", "activation_checkpointing_on", "data_efficiency"}
 WITH_A_WORD |= {"disable_allgather", "seq_parallel_communication_data_type"}
-#: Another layout of the ranks, or another loop -> the key that is named. On 8 ranks.
-OTHERS = {
-    "tensor_parallel.autotp_size": {"tensor_parallel": {"preset_model": "llama", "autotp_size": 4}},
-    "tensor_parallel.tp.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
-    "expert_parallel.enabled": {"expert_parallel": {"enabled": True, "autoep_size": 4, "preset_model": "mixtral"}},
-    "pipeline.stages": {"pipeline": {"stages": 2, "partition": "best"}},
-    "compile.deepcompile": {"compile": {"deepcompile": True, "passes": ["autosp"]}},
-    "sequence_parallel_size": {"sequence_parallel_size": 2},
-    "data_parallel_size": {"data_parallel_size": 4},
-    "mesh_param": {"mesh_param": [4, 2]},
-    "weight_quantization.quantized_initialization.num_bits": {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}},
-}
-#: The same, switched off.
+#: For other layouts of the ranks, switched off; tests/test_json_faults.py switches them on.
 OFF = {
     "tensor_parallel": {"preset_model": "llama", "partition_config": {"use_default_specs": False}, "autotp_size": 1},
     "expert_parallel": {"enabled": False, "autoep_size": 4},
@@ -182,26 +161,6 @@ def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_full_of_keys_that_are_gone_gets_one_list(corpus, tmp_path):
-    schema = deepspeed_schema()
-    gone = [key for key in sorted(schema.removed) if "." not in key and key not in OURS]
-    file = written(BF16 | {key: {"enabled": True} for key in gone}, tmp_path)
-    with pytest.raises(UsageError) as mistake:
-        resolve(["--deepspeed_config", file, "--data", str(corpus)])
-    assert len(mistake.value.faults) == len(gone)
-    for key, fault in zip(gone, sorted(mistake.value.faults, key=lambda fault: fault.split("'")[1]), strict=True):
-        assert f"'{key}' is no longer in DeepSpeed {schema.version}; remove it." in fault
-        assert ": line " in fault
-
-
-@pytest.mark.parametrize("key", OTHERS)
-def test_a_section_for_another_layout_of_the_ranks_is_refused(key, corpus, tmp_path):
-    with pytest.raises(UsageError) as mistake:
-        resolve(["--deepspeed_config", written(BF16 | OTHERS[key], tmp_path), "--data", str(corpus)], ranks=8)
-    (fault,) = mistake.value.faults
-    assert f"'{key}' is " in fault and ": line " in fault and "leave it out" in fault
-
-
 @pytest.mark.parametrize("values", [OFF, DROPPED_AUTO], ids=["off", "auto"])
 def test_what_is_off_or_auto_is_accepted(values, corpus, tmp_path):
     config, _ = resolve(["--deepspeed_config", written(BF16 | values, tmp_path), "--data", str(corpus)], ranks=8)
@@ -224,73 +183,31 @@ def test_auto_is_accepted_for_parameters_without_effect(corpus):
     assert sum("has no effect here" in note for note in config.notes) == 2
 
 
-def test_an_old_name_is_refused_with_what_to_write_instead(corpus, tmp_path):
-    with pytest.raises(UsageError, match=r": line \d+: 'aio.thread_count' is an old name; write 'intra_op_parallelism' instead"):
-        resolve(["--deepspeed_config", written(BF16 | {"aio": {"thread_count": 2}}, tmp_path), "--data", str(corpus)])
-
-
-#: Section and other name -> a wrong value, a right one, and the documented key and value that it stands for.
-OTHER_NAMES = {
-    **{
-        ("zero_optimization", name): (-1, 7, f"stage3_{name}", 7)
-        for name in (
-            *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"),
-            *("param_persistence_threshold", "model_persistence_threshold"),
-        )
-    },
-    **{
-        ("zero_optimization", name): (5, True, "stage3_gather_16bit_weights_on_model_save", True)
-        for name in ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-    },
-    ("zero_optimization", "module_granularity_threshold"): ("x", 0, "stage3_module_granularity_threshold", 0),
-    ("zero_optimization", "use_all_reduce_for_fetch_params"): (5, True, "stage3_use_all_reduce_for_fetch_params", True),
-    ("zero_optimization", "allgather_sequential"): (5, True, "stage3_allgather_sequential", True),
-    ("zero_optimization", "cpu_offload"): ("auto", True, "offload_optimizer", {"device": "cpu"}),
-    ("zero_optimization", "cpu_offload_param"): (5, True, "offload_param", {"device": "cpu"}),
-    ("bfloat16",): (5, {"enabled": True}, "bf16", {"enabled": True}),
-}
-
-
-def test_every_other_name_that_deepspeed_reads_is_here():
-    assert {tuple(name.split(".")) for name in deepspeed_schema().other_names} == set(OTHER_NAMES)
-
-
-@pytest.mark.parametrize("name", OTHER_NAMES, ids=".".join)
-def test_other_names_that_deepspeed_reads_stand_for_the_documented_ones(name, corpus, tmp_path):
-    wrong, right, documented, stands_for = OTHER_NAMES[name]
-    *above, last = name
+def test_other_names_that_deepspeed_reads_stand_for_the_documented_ones(corpus, tmp_path):
+    schema = deepspeed_schema()
+    prefixed = {
+        f"zero_optimization.{name}" for name in ("max_live_parameters", "prefetch_bucket_size", "gather_16bit_weights_on_model_save")
+    }
+    assert {"bfloat16", "zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"} | prefixed < set(schema.other_names)
 
     def run(keys: dict, *flags: str):
-        base = {key: value for key, value in BF16.items() if key != "bf16"}
-        values = base | ({above[0]: {"stage": 3, **keys}} if above else keys)
-        return resolve(["--deepspeed_config", written(values, tmp_path), "--data", str(corpus), *flags], ranks=2)[0].ds_config
+        base = {key: value for key, value in BF16.items() if key != "bf16"} | {"zero_optimization": {"stage": 3}}
+        for key, value in keys.items():
+            section, _, last = key.rpartition(".")
+            (base[section] if section else base)[last] = value
+        return resolve(["--deepspeed_config", written(base, tmp_path), "--data", str(corpus), *flags], ranks=2)[0].ds_config
 
-    def faults(keys: dict, *flags: str) -> str:
-        with pytest.raises(UsageError) as mistake:
-            run(keys, *flags)
-        (fault,) = mistake.value.faults
-        return fault
-
-    whole = run({last: right})
-    assert (whole[above[0]] if above else whole)[documented] == stands_for
-    fault = faults({last: wrong})
-    assert ": line " in fault and f"'{'.'.join(name)}' is {json.dumps(wrong)}; write" in fault
-    assert f"'{'.'.join(name)}' is another name of" in faults({last: right, documented: stands_for})
-    again = run({documented: stands_for}, "--set", f"{'.'.join(name)}={json.dumps(right)}")
-    assert (again[above[0]] if above else again)[documented] == stands_for
-
-
-def test_an_optimizer_that_is_offloaded_in_part_is_refused(corpus, tmp_path):
-    """DeepSpeed documents a ratio of 0.3, and trains the weights that stay on the GPU at a constant learning rate."""
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
-    with pytest.raises(UsageError, match=r"offload_optimizer.ratio' is not 1: the weights that stay on the GPU do not follow"):
-        resolve(["--deepspeed_config", written(BF16 | {"zero_optimization": zero}, tmp_path), "--data", str(corpus)])
-
-
-def test_a_fault_that_deepspeed_finds_is_one_line(corpus, tmp_path):
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.0}}
-    with pytest.raises(UsageError, match=r"'zero_optimization.stage': DeepSpeed refuses this: Partial"):
-        resolve(["--deepspeed_config", written(BF16 | {"zero_optimization": zero}, tmp_path), "--data", str(corpus)])
+    for name, (documented, if_true) in schema.other_names.items():
+        section, _, last = documented.rpartition(".")
+        (kind, *_) = (schema.keys[section]["keys"] if section else schema.keys)[last]["types"]
+        right = True if if_true else {"boolean": True, "integer": 0, "object": {"enabled": True}}[kind]
+        assert value_at(run({name: right}), documented.split(".")) == (if_true or right)
+        with pytest.raises(UsageError, match=rf': line \d+: \'{name}\' is "x"; write'):
+            run({name: "x"})
+        with pytest.raises(UsageError, match=f"'{name}' is another name of '{documented}', which is given too"):
+            run({name: right, documented: if_true or right})
+        changed = run({documented: if_true or right}, "--set", f"{name}={json.dumps(right)}")
+        assert value_at(changed, documented.split(".")) == (if_true or right)
 
 
 def test_a_file_for_a_trainer_with_its_own_optimizer_gets_adamw(corpus, tmp_path):

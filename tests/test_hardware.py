@@ -18,7 +18,6 @@ from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.training.engine import check_device
 from launch.training.run_folder import provenance
-from tests.helpers import refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 AUTO = ("--set", "bf16.enabled=auto")
@@ -59,7 +58,6 @@ def gpus(monkeypatch):
         (["avx512_bf16", "amx_bf16"], "flags", "bf16", "this processor has amx_bf16"),
         (["asimd", "bf16", "sve"], "Features", "bf16", "this processor has bf16"),
         (["avx2", "avx512f"], "flags", "fp32", NO_BF16),
-        (["asimd", "sve"], "Features", "fp32", NO_BF16),
     ],
 )
 def test_auto_is_bf16_where_the_processor_has_its_arithmetic(flags, name, precision, why, run, processor):
@@ -72,17 +70,10 @@ def test_auto_is_bf16_where_the_processor_has_its_arithmetic(flags, name, precis
     assert config.notes[0] in as_text(explain(config))
 
 
-def test_a_system_that_does_not_name_its_processor_gets_fp32(run, processor, monkeypatch, tmp_path):
-    processor()
-    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "none")
-    assert run(*AUTO).precision == "fp32"
-
-
 @pytest.mark.parametrize(
     ("capabilities", "precision", "why"),
     [
         ([(8, 0)], "bf16", "this machine has a GPU of compute capability 8.0"),
-        ([(9, 0), (12, 0)], "bf16", "this machine has a GPU of compute capability 9.0"),
         ([(9, 0), (7, 5)], "fp32", "this machine has a GPU of compute capability 7.5, bf16 arithmetic needs 8.0"),
     ],
 )
@@ -92,22 +83,19 @@ def test_auto_is_bf16_from_ampere_on(capabilities, precision, why, run, gpus):
     assert (config.precision, config.origins["bf16.enabled"]) == (precision, f"auto: {why}")
 
 
-def test_the_processor_is_asked_where_deepspeed_would_use_it(run, gpus, processor, monkeypatch):
+def test_the_processor_is_asked_where_deepspeed_would_use_it(run, gpus, processor, monkeypatch, tmp_path):
     """By DS_ACCELERATOR, and without a GPU that torch can use."""
     processor("avx2")
     gpus((9, 0))
     assert run(*AUTO).precision == "bf16"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert run(*AUTO).precision == "fp32"
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    assert "no 'xpu' device was found" in run(*AUTO).notes[0] and run(*AUTO).precision == "bf16"
     gpus()
     assert run(*AUTO).precision == "fp32"
-
-
-def test_an_accelerator_that_cannot_be_asked_is_taken_to_have_it(run, processor, monkeypatch):
-    processor("avx2")
-    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
-    assert run(*AUTO).precision == "bf16"
-    assert "no 'xpu' device was found" in run(*AUTO).notes[0]
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "none")
+    assert run(*AUTO).precision == "fp32"
 
 
 @pytest.mark.parametrize(("chosen", "visible", "refused"), [(False, None, True), (True, None, False), (False, "", False)])
@@ -148,17 +136,6 @@ def test_more_ranks_than_gpus_are_one_line(environment, refused, run, gpus, monk
     assert fault.startswith(refused) and "this process sees 1 GPU(s)" in fault and "--gpus-per-node" in fault
 
 
-def test_another_value_is_told_of_auto():
-    flags = ("--deepspeed_config", "ds_configs/zero1_bf16.json", "--set")
-    assert refusal(*flags, "bf16.enabled=1").endswith('bf16.enabled is 1; write true or false, or "auto"')
-
-
-def test_fp16_leaves_no_room_for_bf16(run, processor):
-    processor("avx512_bf16")
-    config = run("--set", "bf16.enabled=auto", config="zero1_fp16")
-    assert (config.precision, config.ds_config["bf16"]["enabled"], config.notes) == ("fp16", False, ())
-
-
 @pytest.mark.parametrize(("flag", "config"), [("avx512_bf16", "zero2_bf16"), ("avx2", "zero2_fp32")])
 def test_plan_and_arithmetic_are_those_of_what_auto_came_out_as(flag, config, run, processor):
     processor(flag)
@@ -196,14 +173,6 @@ def test_bf16_that_is_emulated_is_said_to_be(flag, emulated, one_rank, tiny, tmp
     assert (said in log) == emulated
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} core(s)"
     assert f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank, which may use {cores} of this host" in log
-
-
-def test_a_folder_with_the_name_of_a_package_has_no_version(monkeypatch, tmp_path):
-    (tmp_path / "no_package_of_that_name").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(provenance, "PACKAGES", ("numpy", "no_package_of_that_name"))
-    found = provenance.versions()
-    assert found["numpy"] and found["no_package_of_that_name"] is None
 
 
 def test_gpus_are_named_and_their_memory_known(gpus, monkeypatch):

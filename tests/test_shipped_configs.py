@@ -60,47 +60,34 @@ def test_a_file_is_complete_and_resolves(file, ranks, corpus):
 
 
 def test_the_grid_differs_in_nothing_but_stage_and_precision():
-    rest = [{key: value for key, value in values(name).items() if key not in ("zero_optimization", "fp16", "bf16")} for name in GRID]
-    assert all(one == rest[0] for one in rest)
-    for stage in range(4):  # the stage's section is the same in every precision
-        assert values(f"zero{stage}_fp32")["zero_optimization"] == values(f"zero{stage}_bf16")["zero_optimization"]
-        assert values(f"zero{stage}_fp32")["zero_optimization"] == values(f"zero{stage}_fp16")["zero_optimization"]
-    for precision in ("fp32", "bf16", "fp16"):  # and a precision's section at every stage
-        sections = [{key: values(f"zero{stage}_{precision}").get(key) for key in ("fp16", "bf16")} for stage in range(4)]
-        assert all(one == sections[0] for one in sections)
+    def distinct(*sections: str) -> int:
+        return len({json.dumps([values(name).get(key) for key in sections], sort_keys=True) for name in GRID})
+
+    others = {key for name in GRID for key in values(name)} - {"zero_optimization", "fp16", "bf16"}
+    assert (distinct(*others), distinct("zero_optimization"), distinct("fp16", "bf16")) == (1, 4, 3)
 
 
 def flags(name: str, corpus: Path, tmp_path: Path, *more: str) -> list[str]:
-    run = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", name, "--eval_every", "0", "--save_every", "0"]
-    file = ROOT / "ds_configs" / f"{name}.json"
-    return [
-        "--deepspeed_config",
-        f"ds_configs/{name}.json",
-        *recipe_flags(file),
-        *TINY,
-        *run,
-        "--steps",
-        "8",
-        "--global_batch_size",
-        "8",
-        *more,
-    ]
+    file = f"ds_configs/{name}.json"
+    run = ["--data", str(corpus), "--runs_dir", str(tmp_path), *f"--run_name {name} --eval_every 0 --save_every 0".split()]
+    return ["--deepspeed_config", file, *recipe_flags(ROOT / file), *TINY, *run, "--steps", "8", "--global_batch_size", "8", *more]
 
 
 #: These build an extension of DeepSpeed for minutes (CPU-Adam, async_io), or are of the grid, where others show the same.
-LONG = {"zero_offload", "zero_3_param_offload", "zero_infinity", *GRID} - {"zero1_bf16", "zero3_fp32"}
-TRAINED = [file.stem for file in FILES if not file.stem.endswith("fp16") and file.stem not in CUDA_ONLY]
+LONG = {"zero_offload", "zero_3_param_offload", "zero_infinity", *GRID} - {"zero1_bf16", "zero3_fp32", "zero0_fp16", "zero2_fp16"}
+TRAINED = [file.stem for file in FILES if file.stem not in CUDA_ONLY]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in TRAINED])
 def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks, request):
-    changes = []
-    if "nvme" in (ROOT / "ds_configs" / f"{name}.json").read_text():
+    text, changes = (ROOT / "ds_configs" / f"{name}.json").read_text(), []
+    if "nvme" in text:
         request.getfixturevalue("drive")
         changes = ["--set", "zero_optimization.offload_param.buffer_size=1000000"]  # five of them are locked in memory
+    if '"fp16"' in text:
+        changes = ["--set", "fp16.initial_scale_power=8"]  # no step is skipped
     run = flags(name, corpus, tmp_path, *changes)
-    lines = two_ranks.train(run)
-    losses = [line["loss"] for line in lines]
+    losses = [line["loss"] for line in two_ranks.train(run)]
     assert len(losses) == resolve(run, ranks=2)[0].steps_to_make >= 8
     assert all(math.isfinite(loss) for loss in losses)
     assert abs(losses[0] - math.log(1024)) < 0.2, "the first loss is that of a model that knows nothing"
@@ -119,11 +106,4 @@ def test_it_trains_on_cuda(name, ranks, corpus, tmp_path, pools):
     skip_unless_the_device_can(resolve([*run, "--explain"], ranks=ranks)[0])
     lines = pools.of(ranks).train(run)
     assert abs(lines[0]["loss"] - math.log(1024)) < 0.2
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
-
-
-@pytest.mark.parametrize("name", [name for name in GRID if name.endswith("fp16")])
-def test_fp16_trains_on_any_processor(name, corpus, tmp_path, two_ranks):
-    lines = two_ranks.train(flags(name, corpus, tmp_path, "--set", "fp16.initial_scale_power=8"))
-    assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1

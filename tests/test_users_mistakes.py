@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards import open_corpus
 from launch import errors
 from launch.comparison.interleaved import free_port
 from launch.config.run_config import resolve
@@ -69,26 +68,19 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 # --- flags --------------------------------------------------------------------------------------------------------------------------
 
 WRONG_FLAGS = {
-    "--steps": ["0", "-1", "1.5", "nan", "inf", "1e400", "x", "", "0x10", "1_000", "99999999999999999999", "٣"],
-    "--tokens": ["0", "-5", "1e30", "none"],
-    "--lr": ["0", "-1", "nan", "inf", "1e400", "1e-400", "3e3", "x", ""],
-    "--min_lr": ["-1", "nan", "inf"],
-    "--warmup_steps": ["-1", "1.5", "inf"],
-    "--global_batch_size": ["0", "-4", "2.5", "1e18"],
-    "--micro_batch_size": ["0", "x"],
+    "--steps": ["0", "1.5", "nan", "1e400", "x", "", "0x10", "1_000", "99999999999999999999", "٣"],
+    "--tokens": ["0", "1e30"],
+    "--lr": ["0", "-1", "inf", "1e400", "1e-400", "3e3", "x"],
+    "--min_lr": ["-1", "nan"],
+    "--warmup_steps": ["-1", "1.5"],
+    "--global_batch_size": ["0", "2.5", "1e18"],
     "--n_layer": ["0", "1e9"],
-    "--d_model": ["-256"],
-    "--seq_len": ["0"],
-    "--dropout": ["1", "-0.1", "nan"],
+    "--dropout": ["1", "-0.1"],
     "--seed": ["-1", "1e30"],
-    "--eval_every": ["-1"],
     "--eval_batches": ["0"],
-    "--save_every": ["x"],
-    "--keep": ["0"],
-    "--resume": ["maybe", "", "true"],
+    "--resume": ["maybe", ""],
     "--ranks": ["0"],
-    "--local_rank": ["a"],
-    "--run_name": ["", ".", "..", "a/b", "/abs", "a\nb", " ", "a ", "x" * 300],
+    "--run_name": ["", "..", "a/b", "a\nb", "a ", "x" * 300],
     "--runs_dir": [""],
     "--data": ["", "/nonexistent", "/etc/passwd", "/proc"],
 }
@@ -106,44 +98,31 @@ def test_wrong_value_of_a_flag(flag, faults):
     [
         (["--stepz", "3"], "unknown argument '--stepz'; did you mean '--steps'?"),
         (["--step", "3"], "did you mean '--steps'?"),  # no abbreviations
-        (["--micro_batch", "3"], "did you mean '--micro_batch_size'?"),
         (["stray"], "unknown argument 'stray'"),
         (["--steps"], "--steps: expected one argument"),
         (["--steps", "3", "--tokens", "9"], "--steps 3 and --tokens 9 both set the run's length"),
         (["--recipe", "recipes/none"], "give one of --deepspeed_config"),
-        (["--preset", "nanoo"], "no such preset; did you mean 'nano'?"),
         (["--preset", "GPT2"], "did you mean 'gpt2'?"),
         (["--preset", ""], "no such preset; there are nano, micro"),
         (["--d_model", "250"], "d_model must be a multiple of n_head"),
         (["--seq_len", "100000000"], "no shard of the train split holds one window of seq_len 100000000"),
-        (["--seq_len", "20000"], "lower seq_len"),
-        (["--min_lr", "0.1"], "min_lr' is 0.1, above the peak learning rate of 0.003"),
-        (["--steps", "10", "--warmup_steps", "10"], "warmup_steps' is 10, but the run has 10 steps"),
         (["--global_batch_size", "7"], "cannot be shared evenly by 2 ranks; give --global_batch_size 6 or 8"),
-        (["--global_batch_size", "1"], "a global batch of 1 sequences cannot be shared evenly by 2 ranks; give --global_batch_size 2"),
         (
             ["--micro_batch_size", "3"],
             "micro-batch 3 x accumulation 2 x 2 ranks = 12 sequences, but the global batch is 16; give --global_batch_size 12 or 18, or "
             "--micro_batch_size 2 or 4",
         ),
-        (["--set", "train_batch_size=7"], "cannot be shared evenly by 2 ranks; give 'train_batch_size' 6 or 8"),
         (["--global_batch_size", "999999999998", "--micro_batch_size", "7777777777"], "or --micro_batch_size 2969 or 168406871"),
         (["--lr", "0.1", "--set", "optimizer.params.lr=0.2"], "lr is 0.2, but --lr is 0.1; leave --set out or leave the flag out"),
         (["--deepspeed", "ds.json"], "--deepspeed: takes no value, and has 'ds.json'; give a file with --deepspeed_config"),
         (["--steps", "1e12", "--global_batch_size", "1e8"], "more than 10^18 tokens"),
         (["--set", "gradient_clipping"], "must be KEY=VALUE"),
-        (["--set", "=1"], "must be KEY=VALUE"),
-        (["--set", "a..b=1"], "must be KEY=VALUE"),
         (["--set", "gradient_clipping="], "must be KEY=VALUE"),
+        (["--min_lr", "1e-5", "--set", "scheduler.type=WarmupLR", "--set", "scheduler.params={}"], "WarmupLR ends where its own"),
         (["--set", "zero_optimization.stage.x=1"], "'zero_optimization.stage' is a value"),
         (["--set", 'zero_optimization.stage="2"'], '--set zero_optimization.stage is "2"; write one of 0, 1, 2, 3'),
-        (["--set", "zero_optimization=2"], "--set zero_optimization is 2; write an object"),
         (["--set", "gradient_clipping=NaN"], "--set gradient_clipping: the number must be finite"),
-        (["--set", "gradient_clipping=1e999"], "--set gradient_clipping: the number must be finite"),
-        (["--set", 'bf16={"enabled": true, "enabled": false}'], "'enabled' is repeated"),
         (["--set", "bf16={"], "--set bf16: line 1, column 2: not JSON"),
-        (["--set", "steps=4"], "--set steps: unknown key"),
-        (["--set", "optimizer.params.betas=[0.9]"], "--set optimizer.params.betas is [0.9]; write two numbers"),
     ],
 )
 def test_misused_flag(flags, names, faults):
@@ -168,24 +147,16 @@ def test_neither_json_nor_recipe():
     ("content", "names"),
     [
         (b"", "line 1, column 1: not JSON"),
-        (b" \n ", "not JSON"),
         (b'{"a": 1,,}', "line 1, column 10: not JSON"),
-        (b'{"a": unquoted}', "line 1, column 7: not JSON"),
-        (b'{\n "a": 1\n "b": 2}', "line 3, column 2: not JSON: Expecting ',' delimiter"),
         (b'{\n // {\n "a": 1 # ,\n /* "b": 1,\n } */ "b": 2}', "line 5, column 7: not JSON: Expecting ',' delimiter"),
         (b'{\n "gradient_clipping": 1, /* the rest', "not JSON"),
         (b"{} {}", "not JSON: Extra data"),
         (b"[]", "holds [], must be an object"),
-        (b"null", "holds null, must be an object"),
-        (b"3", "holds 3, must be an object"),
         (b"\x00\xff\xfe", "not a text file in UTF-8 (byte 1)"),
-        ("{}".encode("utf-16"), "not a text file in UTF-8"),
         (b'{"bf16": {"enabled": true,\n "enabled": false}}', "line 2: 'bf16.enabled' is repeated (first on line 1)"),
         (b'{"gradient_clipping": NaN}', "'gradient_clipping' must be finite"),
-        (b'{"gradient_clipping": -Infinity}', "'gradient_clipping' must be finite"),
         (b'{"gradient_clipping": 1e999}', "'gradient_clipping' must be finite"),
         (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "'train_batch_size' must be finite"),
-        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deep"),
         (b'{"a":' + b"[" * 100_000, "nested too deep"),
     ],
 )
@@ -252,188 +223,9 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path, corpus):
     assert resolve(["--deepspeed_config", str(file), "--data", str(corpus)])[0].zero_stage == 1
 
 
-# --- the JSON's values --------------------------------------------------------------------------------------------------------------
-
-NOT_COUNTS = [0, -1, 1.5, "16", True, None, [1], {}, "Auto"]
-NOT_OBJECTS = [None, [], "x", 3, True]
-WRONG_VALUES = {
-    "train_batch_size": [*NOT_COUNTS, 1e30],
-    "train_micro_batch_size_per_gpu": NOT_COUNTS,
-    "gradient_accumulation_steps": [*NOT_COUNTS, 3, 16],
-    "gradient_clipping": [-1, "1", None, True, []],
-    "optimizer": [*NOT_OBJECTS, {}, {"type": 5}, {"params": {}}, {"type": "AdamW", "params": []}, {"type": "AdamW", "parms": {}}],
-    "optimizer.type": ["AdmaW", "OneBitLion", "", None],
-    "optimizer.params.lr": [0, -1, "1", None, True, [], 1e4],
-    "optimizer.params.betas": [[0.9], [1, 0.9], [0.9, "x"], 0.9, [True, False], None, [0.9, -1]],
-    "optimizer.params.eps": [0, -1, "x", None],
-    "optimizer.params.weight_decay": [-1, None, True, 5],
-    "optimizer.params.amsgrad": ["x"],
-    "optimizer.params.bias_correction": [0, "no"],
-    "optimizer.params.max_grad_norm": [1],
-    "optimizer.params.wd": [0.1],
-    "scheduler": [*NOT_OBJECTS, {}, {"type": "Cosine"}, {"type": "WarmupLR", "params": None}, {"type": "WarmupCosineTokens", "param": {}}],
-    "scheduler.params.min_lr": [-1, 1, "x", None],
-    "scheduler.params.warmup_steps": [-1, 300, 1.5, "x", None],
-    "scheduler.params.total_tokens": [0, -1, "x", 1.5, None],
-    "scheduler.params.warmup_step": [3],
-    "zero_optimization": [None, [], "x", 3, True],
-    "zero_optimization.stage": ["2", 4, -1, True, 1.5, None, [1], "auto"],
-    "zero_optimization.stag": [1],
-    "zero_optimization.reduce_bucket_size": ["x", -1, 0, None, 1.5],
-    "zero_optimization.mics_shard_size": [2],
-    "zero_optimization.compute_grad_norm": [False],
-    "zero_optimization.elastic_checkpoint": [True],
-    "zero_optimization.offload_optimizer": ["cpu", {"device": "gpu"}, {"devcie": "cpu"}, {"device": "nvme"}],
-    "zero_optimization.offload_param": [{"device": "cpu"}],  # stage 1
-    "bf16": [*NOT_OBJECTS, {"enable": True}, {"enabled": "true"}, {"enabled": 1}, {"enabled": True, "bf16_optimizer_states": True}],
-    "bfloat16": [{"enabled": True}],
-    "fp16": [{"enabled": True}, {"enabled": False, "loss_scale": -1}, {"enabled": False, "initial_scale_power": 1000}],
-    "curriculum_learning": [{"enabled": 1}, {"schedule_type": "fixed"}, 5],
-    "progressive_layer_drop": [{"theta": 2}, {"gamma": -1}, []],
-    "batch_size_warmup": [{"min_batch_size": 0}, "on"],
-    "random_ltd": [{"model_type": "encoder"}, {"random_ltd_layer_id": [99]}],
-    "elasticity": [{"enabled": True}],
-    "compression_training": [{}],
-    "amp": [{"enabled": True}],
-    "sparse_gradients": [True],
-    "zero_optimisation": [{}],
-    "steps": [3],
-    "activation_checkpointing": [5, {"partition_activation": True}],
-    "flops_profiler": [[], {"enabled": True, "profile_steps": 3}],
-    "tensorboard": [3, {"enabled": True, "outpath": "x"}],
-    "wandb": [{"enabled": 3}],
-    "comms_logger": [{"enabled": True, "debugg": 1}],
-    "communication_data_type": ["fp8", 5],
-    "data_types": [5, {"grad_accum_dtype": "fp99"}, {"grad_acum_dtype": "fp32"}],
-    "checkpoint": [5, {"tag_validation": "x"}, {"tag_validaton": "Ignore"}],
-    "aio": [5, {"blocksize": 3}],
-    "sequence_parallel_size": [0, "x"],
-    "tensor_parallel": [5],
-    "pipeline": [5],
-    "data_efficiency": [5],
-    "hybrid_engine": [5],
-    "autotuning": [5],
-    "steps_per_print": ["x", -1, 0],
-    "wall_clock_breakdown": ["yes", "auto"],
-    "gradient_predivide_factor": ["x", 0],
-    "gradient_allreduce_op": ["max", "sum"],
-    "log_level": ["x"],
-}
-
-
-@pytest.mark.parametrize("key", WRONG_VALUES)
-def test_wrong_value_in_the_json(key, faults):
-    for value in WRONG_VALUES[key]:
-        found = faults(changed(key, value))
-        assert len(found) == 1, found
-        assert "engine.json" in found[0]
-        assert key.split(".")[0] in found[0], found
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "names"),
-    [
-        ("zero_optimisation", {}, "'zero_optimisation': unknown key, which DeepSpeed would ignore; did you mean 'zero_optimization'?"),
-        ("zero_optimization.stag", 1, "'zero_optimization.stag': unknown key; did you mean 'stage'?"),
-        ("zero_optimization.offload_optimizer", {"devcie": "cpu"}, "offload_optimizer.devcie': unknown key; did you mean 'device'?"),
-        ("optimizer.parms", {}, "'optimizer.parms': unknown key; did you mean 'params'?"),
-        ("optimizer.params.beta", [0, 0], "'optimizer.params.beta': unknown key; did you mean 'betas'?"),
-        ("optimizer.params.max_grad_norm", 1, "it belongs to 'gradient_clipping'"),
-        ("optimizer.type", "AdmaW", "did you mean 'AdamW'?"),
-        ("scheduler.type", "WarmupCosine", "did you mean 'WarmupCosineLR'?"),
-        ("scheduler.params.warmup_step", 3, "did you mean 'warmup_steps'?"),
-        ("flops_profiler", {"profile_steps": 3}, "did you mean 'profile_step'?"),
-        ("elasticity", {"enabled": True}, "'elasticity' is no longer in DeepSpeed"),
-        ("zero_optimization.mics_shard_size", 2, "'zero_optimization.mics_shard_size' is no longer in DeepSpeed"),
-        ("fp16", {"enabled": True}, "fp16 modes cannot be simultaneously enabled"),
-        ("zero_optimization.offload_param", {"device": "cpu"}, "offload works at stage 3, and this JSON is at stage 1"),
-        ("zero_optimization.stage", "auto", '"auto" has no meaning here'),
-        ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}, "is not supported: enable 'bf16'"),
-        ("optimizer.type", "OneBitLam", "did you mean 'OneBitLamb'?"),
-        ("managed_gradient_accumulation", False, "is false, but the loop steps the engine once per micro-batch"),
-        ("checkpoint", {"load_universal": True}, "a checkpoint must be complete when the engine returns"),
-        ("optimizer", {"type": "SGD", "params": {"lr": "auto"}}, 'write "zero_allow_untested_optimizer": true, or use stage 0'),
-        ("scheduler", {"type": "OneCycle"}, 'is "OneCycle"; there are WarmupCosineTokens'),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": -5}}, "is -5; write 1 or more"),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, 'write one of "log", "linear"'),
-        (
-            "scheduler",
-            {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0.0015}},
-            "is 0.0015, above 'warmup_max_lr' of 0.001; lower it",
-        ),
-        ("torch_autocast", {"enabled": "auto", "dtype": "bfloat16"}, '"auto" has no meaning here'),
-        ("torch_autocast", {"bogus": 3}, "unknown key; allowed are dtype, enabled, lower_precision_safe_modules"),
-    ],
-)
-def test_the_line_says_what_and_the_fix(key, value, names, faults):
-    if key == "optimizer.type":  # beside all that there are
-        assert "there are Adam, AdamW" in faults(changed(key, value))[0]
-    (fault,) = faults(changed(key, value))
-    assert names in fault
-
-
-def test_the_warm_up_ends_before_the_schedule_also_where_only_one_of_both_is_written(faults):
-    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 500, "warmup_num_steps": "auto"}}
-    (fault,) = faults(changed("scheduler", schedule), "--tokens", "2e6", "--warmup_steps", "600")
-    assert "warmup_num_steps' is 600, and the schedule ends at step 500" in fault
-    (fault,) = faults(changed("scheduler", {"type": "WarmupDecayLR", "params": {"total_num_steps": 500}}), "--tokens", "2e8")
-    assert "warmup_num_steps' is 1000, and the schedule ends at step 500" in fault
-
-
-def test_a_value_is_reported_once(faults):
-    (fault,) = faults(changed("train_batch_size", 7), "--global_batch_size", "8")
-    assert "is 7, but --global_batch_size is 8" in fault
-
-
 def test_a_flag_of_the_recipe_is_not_blamed_on_the_user(corpus):
     with pytest.raises(UsageError, match=r"is 16, but recipes/batch_size_warmup/recipe\.json has --global_batch_size 32; .* or give --glo"):
         resolve(["--recipe", "recipes/batch_size_warmup", "--data", str(corpus), "--set", "train_batch_size=16"], ranks=1)
-
-
-def test_swap_buffers_must_exist(faults):
-    offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto", "buffer_count": 0, "buffer_size": 0}}
-    assert all("is 0; write 1 or more" in fault for fault in faults(changed("zero_optimization", offload)))
-
-
-def test_weights_that_stay_on_a_drive_need_the_optimizer_there(faults):
-    on_drive = {"device": "nvme", "nvme_path": "auto"}
-    offload = {
-        "stage": 3,
-        "offload_param": {**on_drive, "max_in_cpu": 1000, "buffer_size": 2_200_000},
-        "offload_optimizer": {"device": "cpu"},
-    }
-    (fault,) = faults(changed("zero_optimization", offload))
-    assert "zero_optimization.offload_param.max_in_cpu': 1,000 of a rank's" in fault and fault.endswith(
-        "or set offload_optimizer.device to nvme"
-    )
-
-
-def test_offload_at_stage_0_is_refused(faults):
-    values = changed("zero_optimization", {"stage": 0, "offload_optimizer": {"device": "cpu"}})
-    assert "offload works at stage 1, 2 or 3, and this JSON is at stage 0" in faults(values)[0]
-
-
-def test_a_schedule_of_deepspeed_has_no_place_for_min_lr(faults):
-    (fault,) = faults(changed("scheduler", {"type": "WarmupLR"}), "--min_lr", "1e-5")
-    assert "--min_lr 1e-05: WarmupLR ends where its own parameters say" in fault
-
-
-def test_all_faults_of_a_file_are_reported_at_once_each_with_its_line(faults):
-    values = changed("zero_optimization.stage", "2")
-    values["zero_optimization"]["reduce_bucket_sise"] = 3
-    values["optimizer"]["type"] = "AdmaW"
-    values["optimizer"]["params"]["lr"] = -1
-    values["scheduler"]["params"]["min_lr"] = "low"
-    values["train_batch_size"] = 0
-    values["elasticity"] = {"enabled": True}
-    values["nonsense"] = 1
-    found = faults(values)
-    lines = json.dumps(values, indent=1).splitlines()
-    for key in ("stage", "reduce_bucket_sise", "type", "lr", "min_lr", "train_batch_size", "elasticity", "nonsense"):
-        (fault,) = [fault for fault in found if f".{key}'" in fault or f"'{key}'" in fault]
-        line = int(fault.split("line ")[1].split(":")[0])
-        assert f'"{key}"' in lines[line - 1]
-    assert len(found) == 8
 
 
 # --- the corpus ---------------------------------------------------------------------------------------------------------------------
@@ -442,11 +234,6 @@ def test_all_faults_of_a_file_are_reported_at_once_each_with_its_line(faults):
 @pytest.fixture
 def copied(corpus, tmp_path) -> Path:
     return Path(shutil.copytree(corpus, tmp_path / "copied"))
-
-
-def damage_manifest(folder: Path, **changes: Any) -> None:
-    file = folder / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def empty_shard(folder: Path) -> None:
@@ -458,23 +245,11 @@ def empty_shard(folder: Path) -> None:
     (folder / "val-00000.bin").write_bytes(b"")
 
 
+#: More of them: tests/test_damaged_corpora.py.
 DAMAGES = {
     "a shard is missing": (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin: missing"),
-    "a shard is short": (lambda folder: os.truncate(folder / "train-00000.bin", 1000), "train-00000.bin: truncated"),
-    "a shard is long": (lambda folder: (folder / "val-00000.bin").open("ab").write(b"xx"), "val-00000.bin: too long"),
-    "a shard is a folder": (lambda folder: [(folder / "val-00000.bin").unlink(), (folder / "val-00000.bin").mkdir()], "val-00000.bin: "),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: missing"),
-    "the manifest is a folder": (
-        lambda folder: [(folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()],
-        "manifest.json: not a file, so this is not a corpus",
-    ),
-    "the manifest is no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: not valid JSON"),
     "the manifest is nested": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json: not valid JSON"),
-    "a number is absurd": (lambda folder: (folder / "manifest.json").write_text("9" * 5000), "manifest.json: not valid JSON"),
-    "the manifest is a list": (lambda folder: (folder / "manifest.json").write_text("[]"), "format_version"),
-    "the version is another": (lambda folder: damage_manifest(folder, format_version=99), "format_version is 99"),
-    "the dtype is unknown": (lambda folder: damage_manifest(folder, dtype="float64"), 'dtype is "float64"'),
-    "the splits are nothing": (lambda folder: damage_manifest(folder, splits=None), "splits is null"),
     "the tokenizer is missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: missing"),
     "the validation split is empty": (empty_shard, "no shard of the val split holds one window"),
 }
@@ -487,14 +262,6 @@ def test_damaged_corpus(damage, faults, copied):
     (fault,) = faults(BASE, "--data", str(copied))
     assert names in fault
     assert any(word in fault for word in ("prepare", "copy"))
-
-
-def test_token_ids_out_of_range_are_found_before_training(copied):
-    tokens = np.memmap(copied / "train-00000.bin", dtype="<u2", mode="r+")
-    tokens[77] = 5000
-    tokens.flush()
-    with pytest.raises(DataError, match=r"train-00000\.bin: changed"):
-        open_corpus(copied).verify()
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------------
@@ -530,10 +297,6 @@ def config(corpus) -> list[str]:
     return ["--deepspeed_config", str(ROOT / "ds_configs/zero1_bf16.json"), "--data", str(corpus)]
 
 
-def test_a_wrong_flag_ends_the_command(command, config):
-    assert "did you mean '--steps'?" in command(*config, "--stepz", "3")
-
-
 def test_a_wrong_json_ends_the_command_with_a_line_for_each_fault(command, config, tmp_path):
     values = changed("zero_optimization.stage", 7)
     values["nonsense"] = 1
@@ -543,15 +306,12 @@ def test_a_wrong_json_ends_the_command_with_a_line_for_each_fault(command, confi
     assert "'nonsense': unknown key" in printed
 
 
-def test_a_missing_corpus_names_the_flag_and_the_command(command, config):
-    printed = command(*config[:2])
-    assert printed.startswith("error: --data data/stdlib: no such corpus; prepare one with: python data_pipeline/prepare.py --source")
-
-
-def test_local_rank_0_speaks_on_every_host(command, config):
-    assert "--steps" in command(
-        *config, "--steps", "0", RANK="4", LOCAL_RANK="0", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
-    )
+def test_a_mistake_is_one_line_of_local_rank_0(command, config):
+    missing = "error: --data data/stdlib: no such corpus; prepare one with: python data_pipeline/prepare.py --source"
+    assert command(*config[:2]).startswith(missing)
+    assert "--ranks 2" in command(*config, "--ranks", "2")
+    ranks = {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert "--steps" in command(*config, "--steps", "0", **ranks)
 
 
 def test_a_run_that_exists_is_not_touched(command, config):
@@ -602,39 +362,17 @@ def without_roots_privileges() -> tuple[str, ...]:
     return before
 
 
-def test_ranks_without_a_launcher(command, config):
-    assert "--ranks 2" in command(*config, "--ranks", "2")
-
-
 def test_a_folder_that_cannot_be_written(command, config):
     assert "cannot be" in command(*config, "--runs_dir", "/proc/runs")  # for root too
-    locked = command.work / "locked"
-    locked.mkdir(mode=0o555)
-    try:
-        printed = command(*config, "--runs_dir", "locked", before=without_roots_privileges())
-        assert "locked" in printed and "--runs_dir" in printed
-    finally:
-        locked.chmod(0o755)
-
-
-@pytest.mark.long
-def test_a_folder_that_cannot_be_entered(command, config):
-    closed = command.work / "closed"
-    closed.mkdir(mode=0o000)
-    try:
-        for flag in ("--runs_dir", "--data"):
-            arguments = [*config, flag, "closed/inside"]
-            assert "Permission denied" in command(*arguments, before=without_roots_privileges())
-    finally:
-        closed.chmod(0o755)
+    (command.work / "locked").mkdir(mode=0o555)
+    printed = command(*config, "--runs_dir", "locked", before=without_roots_privileges())
+    assert "locked" in printed and "--runs_dir" in printed
 
 
 def test_a_corpus_that_cannot_be_read(command, config, copied):
-    for name in ("manifest.json", "train-00000.bin"):
-        (copied / name).chmod(0o000)
-        printed = command(*config[:2], "--data", copied, before=without_roots_privileges())
-        assert f"{name}: cannot be read (Permission denied)" in printed
-        (copied / name).chmod(0o644)
+    (copied / "train-00000.bin").chmod(0o000)
+    printed = command(*config[:2], "--data", copied, before=without_roots_privileges())
+    assert "train-00000.bin: cannot be read (Permission denied)" in printed
 
 
 #: Keeps a rank from starting for longer than the launcher takes to notice that another has ended.

@@ -43,7 +43,7 @@ MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 #: torch's `Optimizer.load_state_dict` converts fp32 moments to the type of the master weights; in fp16, a small variance becomes 0.
 ROUNDS_MOMENTS = "rounds Adam's moments on a resume in DeepSpeed 0.19.8"
 #: The reason for what would split the model or the sequences over the ranks.
-SHARE_DATA = "splits the model over the ranks, but the ranks share the data only: stage 3 partitions a model that does not fit on a device"
+SHARE_DATA = "is for ranks that share a model, and these share the data only; stage 3 partitions a model that does not fit on a device"
 Harmless = tuple[Any, ...]
 #: Values with which a key changes nothing: a switch that must be off, one that must be on, and a number of ranks.
 OFF: Harmless = (None, False, 0)
@@ -248,7 +248,8 @@ def _check_machine(ds_json: DeepSpeedJson, ranks: int) -> None:
         if ds_json.get("zero_optimization", key, "device") != "nvme":
             continue
         if ours and ranks > (ranks_of_host() or GPUS_OF_A_HOST):
-            ds_json.note(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
+            say = ds_json.lack if ranks_of_host() else ds_json.note
+            say(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
         elif not ours and not os.path.isdir(folder := str(ds_json.get(*path))):
             ds_json.lack(path, f"is {folder!r}, which is not a folder on this host; create it on the NVMe drive")
 
