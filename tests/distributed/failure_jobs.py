@@ -31,7 +31,7 @@ def loss_times(factor: float, steps: Sequence[int], rank: int, micro_step: int =
 
     def loss(self: TrainingEngine, tokens: Any) -> Any:
         computed = usual(self, tokens)
-        here = self.ds_engine.training and self._micro_step == micro_step and int(os.environ["RANK"]) == rank
+        here = self.ds_engine.module.training and self._micro_step == micro_step and int(os.environ["RANK"]) == rank
         if not here or self.ds_engine.global_steps + 1 not in steps:
             return computed
         if gradient_only:
