@@ -83,8 +83,8 @@ def test_ranks_with_another_corpus_are_refused(resolved):
 
     config = resolved()
     _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own])))
-    with pytest.raises(UsageError, match=rf"--data {config.data}: rank 2 has another corpus than rank 0; copy the corpus"):
-        _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own, ("another", *own[1:])])))
+    with pytest.raises(UsageError, match=r'rank 2 has corpus_fingerprint = "another", and rank 0 has .*the same command, files and corpus'):
+        _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own, {**own, "corpus_fingerprint": "another"}])))
 
 
 def test_ranks_with_another_configuration_are_refused(resolved):

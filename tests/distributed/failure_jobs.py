@@ -218,6 +218,23 @@ def pretrain_until_a_write_fails(flags: list[str], rank: int, step: int) -> Any:
     return 0
 
 
+class Phases(Observer):
+    """Records the phases of a run in their order."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def on_phase(self, phase: str) -> None:
+        self.phases.append(phase)
+
+
+def phases(flags: list[str]) -> list[str]:
+    """The phases of `pretrain` on this rank."""
+    seen = Phases()
+    pretrain(flags, [seen])
+    return seen.phases
+
+
 class EndsAtStepSix(Observer):
     """Ends the run when its sixth step begins, on all ranks."""
 
