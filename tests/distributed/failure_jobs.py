@@ -113,7 +113,7 @@ def pretrain_signalled_in_the_last_upload(flags: list[str]) -> list[dict[str, An
     """`pretrain` that gets SIGTERM while its only checkpoint is uploaded to a store that hangs."""
     released, patience = threading.Event(), store.STOPPED_SECONDS
 
-    def hanging(self: store.CheckpointStore, checkpoint: Path, moved: Callable[[], None]) -> None:
+    def hanging(self: store.CheckpointStore, checkpoint: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         released.wait(60)
 
