@@ -32,7 +32,7 @@ from launch.errors import TrainingFailed, UsageError, ignore_output_errors, prin
 from launch.formats.checkpoint_files import what_resume_does
 from launch.training.observers import Observer, Observers
 from launch.training.ranks.signals import StopRequest, exit_code
-from launch.training.run_folder.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume, open_run_folder
+from launch.training.run_folder.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume, open_run_folder
 from launch.training.run_folder.monitors import check_monitors
 from recipes.registry import make_techniques
 from recipes.technique import whole_step
@@ -76,7 +76,6 @@ def main() -> int:
             check_store(store, path, config.resume)
         if verified := config.corpus.n_bytes <= LARGEST_VERIFIED:
             config.corpus.verify()
-        check_port(config.resume)
         folder = open_run_folder(config, path)
         if not verified:
             folder.log(f"note: the hashes of a large corpus are not checked here: data_pipeline/prepare.py --verify {config.data} does")

@@ -148,13 +148,12 @@ def test_the_newest_and_the_best_are_kept_and_what_others_put_there(store, tmp_p
 
 
 @pytest.mark.parametrize("content", [b'{"step": ', b"[1]", b"[]", b"null"])
-def test_an_older_checkpoint_with_a_damaged_state_is_removed_and_named(content, tmp_path):
+def test_an_older_checkpoint_with_a_damaged_state_is_removed(content, tmp_path):
     store = CheckpointStore(f"file://{tmp_path}/store", "r")
     upload_all(store, make_run(tmp_path / "first", steps=(2,), losses=(3.0,)))
     store.write(f"{checkpoint_name(2)}/state.json", content)
     log = upload_all(store, make_run(tmp_path / "second", steps=(4,), losses=(2.0,)))
     assert store.checkpoints() == [checkpoint_name(4)] and not [line for line in log if "not uploaded" in line]
-    assert len([line for line in log if f"{store.url}/{checkpoint_name(2)}/state.json was missing or damaged" in line]) == 1
 
 
 @pytest.mark.parametrize("name", ["demo*", "demo[lr=1]"])
@@ -186,12 +185,12 @@ class HeldStore(CheckpointStore):
         super().__init__(f"file://{folder}", "r")
         self.go, self.fails, self.began = threading.Event(), fails, []
 
-    def upload(self, checkpoint, moved):
+    def upload(self, checkpoint):
         self.began.append(checkpoint.name)
         assert self.go.wait(20)
         if self.fails:
             raise StoreError("the disk of the server is full\nand more")
-        super().upload(checkpoint, moved)
+        super().upload(checkpoint)
 
 
 def test_a_newer_checkpoint_replaces_a_waiting_one(tmp_path):
@@ -252,7 +251,7 @@ def test_a_failed_upload_leaves_no_half_of_a_checkpoint(store, tmp_path):
 @pytest.mark.parametrize("signalled", [0.0, 1.0, None], ids=["stopped before", "stopped meanwhile", "not stopped"])
 def test_the_end_of_a_run_does_not_wait_long_for_a_store_that_hangs(signalled, tmp_path, monkeypatch):
     """signalled: seconds after which the signal comes."""
-    monkeypatch.setattr(store_module, "STALL_SECONDS" if signalled is None else "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(store_module, "LAST_UPLOAD_SECONDS" if signalled is None else "STOPPED_SECONDS", 0.5)
     run, store, log = make_run(tmp_path / "runs"), HeldStore(tmp_path / "store"), []
     uploads = Uploads(store, run, 9, "id", log.append)
     uploads.start()

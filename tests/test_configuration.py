@@ -83,14 +83,14 @@ def test_ranks_with_another_corpus_or_configuration_are_refused(resolved):
     def check(config: RunConfig, other: RunConfig | None = None) -> Any:
         own: list[Any] = []
         _check_hosts(other or config, cast("Any", SimpleNamespace(gather=lambda gathered: [own.append(gathered) or gathered])))
-        theirs = own[0] if other else ("another", *own[0][1:])
+        theirs = own[0] if other else own[0] | {"corpus_fingerprint": "another"}
         _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda gathered: [gathered, theirs])))
 
     config = resolved()
     check(config, resolved("--quiet"))
     drives = [{"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": path}} for path in ("/a", "/b")]
     check(*(resolved(zero_optimization=drive) for drive in drives))
-    with pytest.raises(UsageError, match=rf"--data {config.data}: rank 1 has another corpus than rank 0; copy the corpus"):
+    with pytest.raises(UsageError, match=r'rank 1 has corpus_fingerprint = "another", and rank 0 has .*the same command, files and corpus'):
         check(config)
     with pytest.raises(UsageError, match="rank 1 has seed = 7, and rank 0 has 1"):
         check(config, resolved("--seed", "7"))

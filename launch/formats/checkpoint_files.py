@@ -139,34 +139,6 @@ def _digest_of(state: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
 
 
-class Digest:
-    """The digest of a file that is written from start to end."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._blocks, self._block = xxhash.xxh3_128(), xxhash.xxh3_128()
-
-    def update(self, data: Any) -> None:
-        """Add bytes."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            part = rest[: BLOCK_BYTES - self.size % BLOCK_BYTES]
-            self._block.update(part)
-            self.size, rest = self.size + len(part), rest[len(part) :]
-            if self.size % BLOCK_BYTES == 0:
-                self._end_block()
-
-    def _end_block(self) -> None:
-        self._blocks.update(self._block.digest())
-        self._block.reset()
-
-    def entry(self) -> dict[str, Any]:
-        """Size and digest, as `state.json` lists them. Call it once, at the end."""
-        if self.size % BLOCK_BYTES:
-            self._end_block()
-        return {"bytes": self.size, "xxh128": self._blocks.hexdigest()}
-
-
 def file_entry(file: Path) -> dict[str, Any]:
     """Size and digest of `file`, as `state.json` lists them. Reads the whole file, several blocks at once."""
     size, blocks = file.stat().st_size, xxhash.xxh3_128()

@@ -187,8 +187,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     """Build the model and the engine.
 
     Raises:
-        UsageError: the hosts have different corpora, or resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a
-            combination of values.
+        UsageError: the hosts have resolved different runs, or DeepSpeed does not support a combination of values.
     """
     _check_hosts(config, collectives)
     # A host that does not share rank 0's file system does not see its checkpoints.
@@ -236,20 +235,14 @@ def _check_hosts(config: RunConfig, collectives: Collectives) -> None:
     Before there is a process group, each rank reads its own command and files, possibly copies of rank 0's, and resolves "auto" for its own
     host.
     """
-    own = {key: value for key, value in config.as_json().items() if key not in VALUES or not VALUES[key].local}
-    fingerprints, precisions, runs = zip(*collectives.gather((config.corpus.fingerprint, config.precision, own)), strict=True)
-    if others := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
-        raise UsageError(
-            f"--data {config.data}: rank {others[0]} has another corpus than rank 0; copy the corpus of rank 0's host to all hosts"
-        )
-    if len(set(precisions)) > 1:
-        found = ", ".join(f"{precision} on rank {rank}" for rank, precision in enumerate(precisions))
-        raise UsageError(f"{config.config_file}: 'bf16.enabled' is \"auto\", which the hosts resolve to {found}; write true or false")
+    values = {"corpus_fingerprint": config.corpus.fingerprint, **config.as_json()}
+    runs = collectives.gather({key: value for key, value in values.items() if key not in VALUES or not VALUES[key].local})
     for rank, run in enumerate(runs):
         changes = [one for key in run for one in differences(key, runs[0].get(key), run[key]) if not one[0].endswith(".nvme_path")]
         for name, first, here in changes:
             what = f"rank {rank} has {name} = {json.dumps(here)}, and rank 0 has {json.dumps(first)}"
-            raise UsageError(f'{what}; start all hosts with the same command and files, and write the value where the JSON has "auto"')
+            fix = 'start all hosts with the same command, files and corpus, and write the value where the JSON has "auto"'
+            raise UsageError(f"{what}; {fix}")
 
 
 def check_device(config: RunConfig) -> None:

@@ -86,8 +86,11 @@ class SpikeRule(Observer):
         self._loss: float | None = None  # of this step, once its update has come
         self._deviations = 0.0
         self._rewinds: Counter[Path] = Counter()  # by checkpoint
-        if rule != "off":
-            self._window = self._restored(state)
+        self._window = Window(state["spike_window"])
+        if rule != "off" and state["step"] and not state["spike_window"]:
+            folder.log(
+                f"warning: --spike_rule {rule}: the checkpoint has no losses of earlier steps, so none is a spike for {MIN_STEPS} steps"
+            )
 
     def window(self) -> dict[str, Any] | None:
         """The window after the last step, for its checkpoint; None without the rule."""
@@ -96,20 +99,6 @@ class SpikeRule(Observer):
     @property
     def _is_spike(self) -> bool:
         return self._deviations > DEVIATIONS
-
-    def _restored(self, state: dict[str, Any]) -> Window:
-        """The window in `state`. Checkpoints of earlier versions, and of steps without the rule, have none; then that of the metrics."""
-        if state["step"] == 0 or state.get("spike_window"):
-            return Window(state.get("spike_window"))
-        window, seen = Window(), set()
-        for line in self.folder.read_metrics():  # rank 0 has them; the lines of steps without the rule have no `spike`
-            seen.add(line["step"])
-            if line.get("loss") is not None and line.get("spike") is not None:
-                window.add(line["loss"], bool(line["spike"]))
-        if lacking := {*range(max(1, state["step"] - WINDOW + 1), state["step"] + 1)} - seen:
-            what = f"the checkpoint has no losses of earlier steps, and metrics.jsonl lacks {len(lacking)} of the last {WINDOW}"
-            self.folder.log(f"warning: --spike_rule {self.rule}: {what}: its decisions may differ from those without an interruption")
-        return self.collectives.gather(window)[0]
 
     def start(self, engine: TrainingEngine) -> None:
         if self.rule == "off":
@@ -168,5 +157,5 @@ class SpikeRule(Observer):
         step = found["step"]
         self.folder.begin(step)
         self.folder.log(f"rewound to step {step}; samples {found['samples']:,} to {state['samples']:,} of the run are left out")
-        self._window = self._restored(found)
+        self._window = Window(found.get("spike_window"))
         return {**state, **{key: found[key] for key in ("step", "tokens")}, "val_loss": None, "spike_window": self.window()}

@@ -31,7 +31,7 @@ def loss_times(factor: float, steps: Sequence[int], rank: int, micro_step: int =
 
     def loss(self: TrainingEngine, tokens: Any) -> Any:
         computed = usual(self, tokens)
-        here = self.ds_engine.training and self._micro_step == micro_step and int(os.environ["RANK"]) == rank
+        here = self.ds_engine.module.training and self._micro_step == micro_step and int(os.environ["RANK"]) == rank
         if not here or self.ds_engine.global_steps + 1 not in steps:
             return computed
         if gradient_only:
@@ -113,7 +113,7 @@ def pretrain_signalled_in_the_last_upload(flags: list[str]) -> list[dict[str, An
     """`pretrain` that gets SIGTERM while its only checkpoint is uploaded to a store that hangs."""
     released, patience = threading.Event(), store.STOPPED_SECONDS
 
-    def hanging(self: store.CheckpointStore, checkpoint: Path, moved: Callable[[], None]) -> None:
+    def hanging(self: store.CheckpointStore, checkpoint: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         released.wait(60)
 
@@ -216,6 +216,23 @@ def pretrain_until_a_write_fails(flags: list[str], rank: int, step: int) -> Any:
     finally:
         Snapshots._write_file = usual
     return 0
+
+
+class Phases(Observer):
+    """Records the phases of a run in their order."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def on_phase(self, phase: str) -> None:
+        self.phases.append(phase)
+
+
+def phases(flags: list[str]) -> list[str]:
+    """The phases of `pretrain` on this rank."""
+    seen = Phases()
+    pretrain(flags, [seen])
+    return seen.phases
 
 
 class EndsAtStepSix(Observer):

@@ -132,6 +132,13 @@ def test_what_may_take_long(tmp_path, monkeypatch):
     assert heartbeat._beat[1:4] == (20, 4, PLACES.index(FORWARD))
 
 
+def test_a_run_names_its_phases(one_rank, corpus, tmp_path):
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", "r", *TINY]
+    run += ["--micro_batch_size", "2", "--global_batch_size", "4", "--steps", "1", "--eval_every", "1", "--eval_batches", "1"]
+    evaluation, step = [EVALUATION] * 2, [FORWARD, BACKWARD, UPDATE] * 2
+    assert one_rank.run("tests.distributed.failure_jobs:phases", flags=run)[0] == [*evaluation, *step, *evaluation, CHECKPOINT]
+
+
 class TwoHosts(Alone):
     def gather(self, value: Any) -> list[Any]:
         return [value, ("another", 1)]

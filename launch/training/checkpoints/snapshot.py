@@ -8,7 +8,6 @@ writer writes them as DeepSpeed's files.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.utils._pytree import tree_leaves
 
-from launch.formats.checkpoint_files import Digest
+from launch.formats.checkpoint_files import file_entry
 from launch.formats.tensor_files import load_tensors
 from launch.training.ranks.distributed import Collectives, stager
 from recipes.technique import Technique
@@ -31,7 +30,7 @@ USABLE_MEMORY = 0.9
 class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
     """DeepSpeed's writer and reader of checkpoint files, installed in `ds_engine`.
 
-    The writer either copies its input, to be written by `write_copies`, or writes it at once. It computes digests. The reader loads only
+    The writer either copies its input, to be written by `write_copies`, or writes it at once, and digests the files. The reader loads only
     tensors. The memory of the copies (pinned if there is a GPU) is allocated once and reused.
 
     Args:
@@ -69,11 +68,11 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         return self._entries
 
     def _write_file(self, state_dict: Any, path: str) -> None:
-        with _DigestedFile(path) as file:
+        with open(path, "wb") as file:
             torch.save(state_dict, file)
             file.flush()
             os.fsync(file.fileno())
-            self._entries[Path(path)] = file.digest.entry()
+        self._entries[Path(path)] = file_entry(Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Called by DeepSpeed for each of its files, always with the CPU as `map_location`."""
@@ -90,19 +89,6 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             sizes = f"{needed / 2**30:,.2f} GiB, and its share of the host's free memory is {room / 2**30:,.2f}"
             self._log(f"training will wait while checkpoints are written: the copy of a rank needs {sizes}")
         return needed <= room
-
-
-class _DigestedFile(io.BufferedWriter):
-    """A file that is written from start to end, with the digest of its content."""
-
-    def __init__(self, path: str):
-        super().__init__(io.FileIO(path, "wb"))
-        self.digest = Digest()
-
-    def write(self, data: Any) -> int:
-        """Called by torch with each header and with the memory of each tensor."""
-        self.digest.update(data)
-        return super().write(data)
 
 
 def free_host_memory() -> int:

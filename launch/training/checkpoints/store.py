@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import shutil
 import threading
 import time
@@ -49,8 +48,8 @@ from launch.training.run_folder.metrics_writer import METRICS_FILE
 RUN_FILES = ("run.json", METRICS_FILE)
 #: How long the store may take to answer at the start of a run.
 ANSWER_SECONDS = 60.0
-#: At the end of a run, the last upload is given up after this time without a completed file (or part, if the backend reports parts).
-STALL_SECONDS = 600.0
+#: At the end of a run, the last upload is given up after this time.
+LAST_UPLOAD_SECONDS = 1800.0
 #: After a signal, the last upload is given up after this time, because schedulers soon kill the run.
 STOPPED_SECONDS = 20.0
 
@@ -121,18 +120,15 @@ class CheckpointStore:
             else:
                 files.pipe_file(f"{root}/{name}", content)
 
-    def upload(self, checkpoint: Path, moved: Callable[[], None]) -> None:
-        """Upload a complete checkpoint, `state.json` last. `moved` is called for each file or part that has arrived."""
+    def upload(self, checkpoint: Path) -> None:
+        """Upload a complete checkpoint, `state.json` last."""
         names = list(read_state(checkpoint)["files"])
         with self._connected() as (files, root):
-            from fsspec.callbacks import Callback
-
-            place, progress = f"{root}/{checkpoint.name}", Callback(hooks={"moved": lambda *_, **__: moved()})
+            place = f"{root}/{checkpoint.name}"
             with contextlib.suppress(FileNotFoundError):  # of an earlier upload, which is not complete from now on
                 files.rm_file(f"{place}/{STATE_FILE}")
             for name in (*names, STATE_FILE):
-                files.put_file(str(checkpoint / name), f"{place}/{name}", callback=progress)
-                moved()
+                files.put_file(str(checkpoint / name), f"{place}/{name}")
 
     def state(self, name: str) -> dict[str, Any] | None:
         """The `state.json` of a checkpoint, None if it is missing or damaged."""
@@ -260,13 +256,11 @@ class Uploads:
     """
 
     def __init__(self, store: CheckpointStore, run: Path, keep: int, run_id: str | None, log: Callable[[str], None]):
-        self.store, self.run, self.keep, self.run_id = store, run, keep, run_id
-        self._log = log
+        self.store, self.run, self.keep, self.run_id, self._log = store, run, keep, run_id, log
         self._waiting: Path | None = None
         self._current: Path | None = None
         self._loaded: Path | None = None
-        self._ending = self._given_up = False
-        self._moved_at = 0.0
+        self._ending = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)  # never keeps the process alive
 
@@ -283,8 +277,8 @@ class Uploads:
         with self._changed:
             replaced, self._waiting = self._waiting, checkpoint
             self._changed.notify_all()
-        if replaced and replaced != self._loaded:
-            self._say(f"{replaced.name} is not uploaded: {checkpoint.name} is newer, and the upload before it has not ended yet")
+        if replaced:
+            self._log(f"the upload of {replaced.name} is left out: {checkpoint.name} is newer, and the upload before it has not ended yet")
 
     def uses(self, checkpoint: Path) -> bool:
         """Whether `checkpoint` is being uploaded, so that it must stay."""
@@ -298,26 +292,18 @@ class Uploads:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-        start = self._moved_at = time.monotonic()
-        stopped_at = math.inf
-        last = self._waiting or self._current
+        start = time.monotonic()
+        deadline = start + LAST_UPLOAD_SECONDS
         while self._thread.is_alive():
             self._thread.join(0.1)
-            now = time.monotonic()
             if poll():
-                stopped_at = min(stopped_at, now)
-            if now - self._moved_at > STALL_SECONDS or now - stopped_at > STOPPED_SECONDS:
+                deadline, poll = min(deadline, time.monotonic() + STOPPED_SECONDS), lambda: 0
+            if time.monotonic() > deadline:
                 what = f"the upload of {pending.name}" if (pending := self._waiting or self._current) else "the last upload"
-                self._say(f"warning: {what} to {self.store.url} was given up after {now - start:.0f} s; it is in {self.run}")
-                self._given_up = True  # the log is closed soon
+                waited = time.monotonic() - start
+                self._log(f"warning: {what} to {self.store.url} was given up after {waited:.0f} s; it is in {self.run}")
                 return False
-        if last and time.monotonic() - start > 1:
-            self._say(f"waited {time.monotonic() - start:.1f} s for the upload of {last.name}")
         return True
-
-    def _say(self, line: str) -> None:
-        if not self._given_up:
-            self._log(line)
 
     # --- in the thread --------------------------------------------------------------------------------------------------------------
 
@@ -339,8 +325,8 @@ class Uploads:
             upload()
             return True
         except Exception as reason:
-            with contextlib.suppress(BaseException):  # of a full disk, on which training ends by itself
-                self._say(f"warning: {name} was not uploaded, training continues: {one_line(reason, 400)}")
+            with contextlib.suppress(BaseException):  # of a full disk, on which training ends by itself, or of a log that is closed
+                self._log(f"warning: {name} was not uploaded, training continues: {one_line(reason, 400)}")
             return False
 
     def _upload_run_files(self) -> None:
@@ -350,7 +336,6 @@ class Uploads:
         for name in RUN_FILES:
             if (file := self.run / name).exists():
                 self.store.write(name, file.read_bytes())
-                self._has_moved()
 
     def _upload(self, checkpoint: Path) -> None:
         start = time.monotonic()
@@ -359,27 +344,21 @@ class Uploads:
             return
         self._upload_run_files()
         try:
-            self.store.upload(checkpoint, self._has_moved)
+            self.store.upload(checkpoint)
         except StoreError:  # the store may be full: make room for the next one
             with contextlib.suppress(StoreError):
                 self.store.remove(checkpoint.name)
             raise
-        self._say(f"{checkpoint.name} was uploaded to {self.store.url} in {time.monotonic() - start:.1f} s")
+        self._log(f"{checkpoint.name} was uploaded to {self.store.url} in {time.monotonic() - start:.1f} s")
         try:
             self._prune(checkpoint)
         except StoreError as reason:  # the new checkpoint is complete all the same
-            self._say(f"warning: older checkpoints could not be removed from the store: {reason}")
-
-    def _has_moved(self) -> None:
-        self._moved_at = time.monotonic()
+            self._log(f"warning: older checkpoints could not be removed from the store: {reason}")
 
     def _prune(self, newest: Path) -> None:
-        """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`; and unusable ones."""
+        """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`; and incomplete ones."""
         names = [name for name in self.store.checkpoints() if checkpoint_step(name) <= checkpoint_step(newest.name)]
         states = {name: self.store.state(name) for name in names}
         own = {name: state.get("val_loss") for name, state in states.items() if state and state.get("run_id") == self.run_id}
-        unusable = [name for name, state in states.items() if state is None]
-        for name in (*unusable, *outdated(own, self.keep)):
+        for name in (*(name for name in names if states[name] is None), *outdated(own, self.keep)):
             self.store.remove(name)
-        for name in unusable:
-            self._say(f"{name} was removed from the store: {self.store.url}/{name}/{STATE_FILE} was missing or damaged")

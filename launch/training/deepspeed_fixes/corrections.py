@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-
 from launch.training.deepspeed_fixes import loss_scale, offload, resume, stage_0, stage_3, stale_gradients, start_up, unfused_step
 from launch.training.ranks.distributed import Collectives
 
@@ -43,14 +41,17 @@ def before_initialize(stage: int, precision: str, compiled: bool, collectives: C
 def after_initialize(ds_engine: Any, collectives: Collectives) -> list[str]:
     """Correct one engine after it is built. All ranks call this together."""
     stage, fp16 = ds_engine.zero_optimization_stage(), ds_engine.fp16_enabled()
-    half, offloads = fp16 or ds_engine.bfloat16_enabled(), ds_engine.zero_use_cpu_optimizer()
-    cpu_adam, on_drive = isinstance(ds_engine.basic_optimizer, DeepSpeedCPUAdam), ds_engine.zero_nvme_offload_optimizer()
+    half = fp16 or ds_engine.bfloat16_enabled()
     corrections: list[Correction] = [
         (stage == 0 and fp16, loss_scale.loss_is_not_scaled, loss_scale.scale_loss),
         (stage > 0 and fp16, loss_scale.scale_grows_before_the_update, loss_scale.grow_scale_after_the_update),
-        (stage == 3 or offloads, stale_gradients.gradients_go_stale, stale_gradients.forget_gradients),
-        (cpu_adam, offload.cpu_adam_depends_on_its_start, offload.derive_bias_correction_from_step),
-        (on_drive, partial(offload.optimizer_on_drive_is_not_loaded, collectives=collectives), offload.load_optimizer_on_drive),
+        (stage == 3 or ds_engine.zero_use_cpu_optimizer(), stale_gradients.gradients_go_stale, stale_gradients.forget_gradients),
+        (offload.uses_cpu_adam(ds_engine), offload.cpu_adam_depends_on_its_start, offload.derive_bias_correction_from_step),
+        (
+            ds_engine.zero_nvme_offload_optimizer(),
+            partial(offload.optimizer_on_drive_is_not_loaded, collectives=collectives),
+            offload.load_optimizer_on_drive,
+        ),
         (True, None, resume.keep_own_settings),
         (ds_engine.lr_scheduler is not None, None, resume.schedule_by_step),
         (stage == 3, None, stage_3.forget_trace_of_evaluation),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param
 
 from launch.formats.tensor_files import load_tensors
@@ -20,6 +21,11 @@ PROBE_STEPS = range(1, 31)
 PROBE_OPTIMIZER = -1
 
 # --- offloaded Adam: bias correction after a resume ----------------------------------------------------------------------------------
+
+
+def uses_cpu_adam(ds_engine: Any) -> bool:
+    """Whether DeepSpeed's Adam for CPUs makes the updates."""
+    return isinstance(ds_engine.basic_optimizer, DeepSpeedCPUAdam)
 
 
 def cpu_adam_depends_on_its_start(ds_engine: Any) -> bool:

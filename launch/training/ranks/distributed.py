@@ -27,7 +27,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from data_pipeline.shards import raise_open_file_limit
 from launch.config.hardware import quiet_deepspeed
-from launch.errors import TrainingFailed
+from launch.errors import TrainingFailed, UsageError
 from launch.training.deepspeed_fixes.start_up import skip_extension_of_cpu_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,6 +40,9 @@ def start_ranks() -> Collectives:
 
     Sets, where the user has not: `TORCH_EXTENSIONS_DIR` (the project's `.cache/torch_extensions`), and torch's threads to this rank's
     share of the host's cores.
+
+    Raises:
+        UsageError: another job listens on the rendezvous port.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     # Always this environment's ninja: another version, such as the system's, builds everything again.
@@ -70,7 +73,13 @@ def start_ranks() -> Collectives:
                 timeout=default_pg_timeout,
                 device_id=device if device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1 else None,  # as DeepSpeed does
             )
-        deepspeed.init_distributed(auto_mpi_discovery=False)
+        try:
+            deepspeed.init_distributed(auto_mpi_discovery=False)
+        except torch.distributed.DistNetworkError as reason:
+            if "EADDRINUSE" not in str(reason):
+                raise
+            fix = "give another: deepspeed --master_port N, or MASTER_PORT=N with srun and mpirun"
+            raise UsageError(f"port {os.environ['MASTER_PORT']} (MASTER_PORT) is in use on this host; {fix}") from None
     collectives = Collectives(device)
     # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
     # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.

@@ -7,18 +7,16 @@ then it holds the time, the step and the tokens.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,48 +71,6 @@ def nothing_to_resume(path: Path) -> str:
 
 def _nearest_run(path: Path) -> str:
     return nearest(path.name, [run.parent.name for run in path.parent.glob("*/run.json") if run.parent != path])
-
-
-def check_port(resume: bool | str) -> None:
-    """Check, on global rank 0, that no other job listens on this job's rendezvous port.
-
-    Raises:
-        UsageError: another process listens there, or MASTER_PORT is not the number of a port.
-    """
-    port = os.environ.get("MASTER_PORT")
-    # torchrun listens on the port itself.
-    if port is None or "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    if not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise UsageError(f"the environment variable MASTER_PORT is {port!r}: it must be the number of a port, or not set")
-
-    def listener() -> str:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job that has ended may linger
-            try:
-                probe.bind(("", int(port)))
-            except OSError as reason:
-                if reason.errno == errno.EADDRINUSE:
-                    return f"port {port} (MASTER_PORT) is in use on this host"
-        return ""
-
-    _wait_until_free(listener, resume, "give another: deepspeed --master_port N, or MASTER_PORT=N with srun and mpirun")
-
-
-def _wait_until_free(holder: Callable[[], str], resume: bool | str, fix: str) -> None:
-    """Wait until `holder` returns an empty string. Only a resume waits, because the ranks of a killed job end some seconds after it.
-
-    Raises:
-        UsageError: `holder` still returned a message after the wait; its text is that message and `fix`.
-    """
-    deadline, reported = time.monotonic() + (WAIT_SECONDS if resume else 0.0), False
-    while held := holder():
-        if time.monotonic() >= deadline:
-            raise UsageError(f"{held}; {fix}")
-        if not reported:
-            print_once(f"{held}; waiting up to {WAIT_SECONDS:.0f} s")
-            reported = True
-        time.sleep(0.2)
 
 
 def open_run_folder(config: RunConfig, path: Path) -> RunFolder:
@@ -185,24 +141,28 @@ class RunFolder:
             raise UsageError(f"{self.path}: this run {why}; give another --run_name, or a longer run")
 
     def _take_lock(self, resume: bool) -> None:
-        """Lock the folder.
+        """Lock the folder. A resume waits for the lock, because the ranks of a killed job end some seconds after it.
 
         Raises:
             UsageError: another process has the lock, or the file system has no locks.
         """
-
-        def holder() -> str:
+        deadline, reported = time.monotonic() + (WAIT_SECONDS if resume else 0.0), False
+        while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel when this process ends
+                return
             except BlockingIOError:
                 other = (self.path / ".lock").read_text(encoding="utf-8").partition("\n")[0] or "another process"
-                return f"{self.path}: {other} is still writing into this run"
+                held = f"{self.path}: {other} is still writing into this run"
             except OSError as reason:
                 fix = "mount it with flock (Lustre: -o flock), or give another --runs_dir"
                 raise UsageError(f"{self.path}: its file system does not lock files ({reason.strerror}); {fix}") from None
-            return ""
-
-        _wait_until_free(holder, resume, "wait until it has ended, or stop it")
+            if time.monotonic() >= deadline:
+                raise UsageError(f"{held}; wait until it has ended, or stop it")
+            if not reported:
+                print_once(f"{held}; waiting up to {WAIT_SECONDS:.0f} s")
+                reported = True
+            time.sleep(0.2)
 
     def begin(self, step: int) -> None:
         """Write `run.json` and open the metrics. The run starts or continues after `step`; later steps are removed from the metrics.
@@ -219,10 +179,6 @@ class RunFolder:
             self._metrics = MetricsWriter(self.path, step, self._description.get("engine", {}), self.run_id)
         for note in self._metrics.notes:
             self.log(f"note: {note}")
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`."""
-        return read_metrics(self.path / METRICS_FILE)
 
     @property
     def seconds_before(self) -> float:
@@ -262,11 +218,9 @@ class RunFolder:
         rate = learning_rate(config)
         if not math.isclose(rate(step, state["tokens"]), before, rel_tol=1e-6):
             after = rate(step + 1, state["tokens"] + config.tokens_per_step)
-            constant = config.scheduler["type"] == "WarmupStableDecayTokens"
-            way = "with the warm-up of the run" if constant else "of a run with --set scheduler.type=WarmupStableDecayTokens"
             self.log(
                 f"warning: the learning rate goes from {before:.2e} (step {step}) to {after:.2e}, because this start has another schedule, "
-                f"rate, warm-up or length; to train longer without a jump, --branch_from a checkpoint before the decay, {way}",
+                "rate, warm-up or length; to train longer without a jump, --branch_from a checkpoint before the decay",
                 always=True,
             )
 
@@ -298,7 +252,7 @@ class RunFolder:
         title = f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}"
         picture = self.path / "loss.png"
         with _one_line_on_os_error(self.path):
-            _picture().draw_loss(self.read_metrics(), picture, title, math.log(config.corpus.vocab_size))
+            _picture().draw_loss(read_metrics(self.path / METRICS_FILE), picture, title, math.log(config.corpus.vocab_size))
         return picture
 
     # --- numbers --------------------------------------------------------------------------------------------------------------------
@@ -332,9 +286,6 @@ class NoFolder:
 
     def log(self, *_: Any, **__: Any) -> None:
         pass
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        return []
 
     log_start = log_end = log_failure = begin = write_metrics = abandon = close = log
 

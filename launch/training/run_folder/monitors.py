@@ -26,6 +26,8 @@ WANDB_IDLE = "15s"
 #: How long the end of a run waits for wandb's server. wandb itself would wait until the server answers, and a stopped job would be killed
 #: before it is requeued.
 WANDB_FINISH_SECONDS = 30.0
+#: What sends a line to a monitor, and what ends it.
+Monitor = tuple[Callable[[dict[str, Any]], Any], Callable[[], Any]]
 
 
 def monitor_folder(engine: dict[str, Any], name: str, run: Path) -> Path | None:
@@ -59,52 +61,40 @@ class Monitors:
 
     A row has the number of its step. CSV files are rewritten from the lines that a resume keeps. wandb and comet continue the run with the
     same id; they cannot remove rows, so repeated steps have two rows, of which the later one counts. If a monitor fails, the run continues
-    without it, because `metrics.jsonl` has every line. If wandb cannot be reached at the start, its rows stay in the run's folder.
+    without it, because `metrics.jsonl` has every line.
 
     Args:
-        engine: the engine's JSON.
+        ds_config: the engine's JSON.
         run: the run's folder.
         run_id: the id in `run.json`.
         kept: the lines of `metrics.jsonl` that stay.
         cut: the lines that the resume has cut off.
     """
 
-    def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
-        # Name of a remote monitor -> (sends a line, ends the monitor).
-        self._remote: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[], Any]]] = {}
-        if folder := monitor_folder(engine, "csv_monitor", run):
+    def __init__(self, ds_config: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
+        self._monitors: dict[str, Monitor] = {}
+        if folder := monitor_folder(ds_config, "csv_monitor", run):
             folder.mkdir(parents=True, exist_ok=True)
             for name in {name for line in (*kept, *cut) for name in numbers(line)}:
                 _column(folder, name).unlink(missing_ok=True)
             _append_columns(folder, kept)
         self._csv = folder
-        if (section := engine.get("wandb") or {}).get("enabled"):
-            with self._continuing_without("wandb"):
-                wandb = _start_wandb(section, run, run_id)
-                self._remote["wandb"] = lambda line: wandb.log({"step": line["step"], **numbers(line)}), wandb.finish
-        if (section := engine.get("comet") or {}).get("enabled"):
-            from deepspeed.monitor.comet import CometMonitor
-            from deepspeed.monitor.config import CometConfig
-
-            own = {"samples_log_interval": 1, "experiment_key": section.get("experiment_key") or run_id}  # every step
-            with self._continuing_without("comet"):
-                comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
-                self._remote["comet"] = (
-                    lambda line: comet.write_events([(name, value, line["step"]) for name, value in numbers(line).items()]),
-                    comet.experiment.end,
-                )
+        for name, start in (("wandb", _start_wandb), ("comet", _start_comet)):
+            if (section := ds_config.get(name) or {}).get("enabled"):
+                with self._continuing_without(name):
+                    self._monitors[name] = start(section, run, run_id)
 
     def write(self, line: dict[str, Any]) -> None:
         """Write the numbers of one line."""
         if self._csv:
             _append_columns(self._csv, [line])
-        for name, (send, _) in list(self._remote.items()):
+        for name, (send, _) in list(self._monitors.items()):
             with self._continuing_without(name):
                 send(line)
 
     def close(self) -> None:
         """Wait until all rows are written. The process ends in `os._exit`, which would lose them."""
-        for name, (_, end) in list(self._remote.items()):
+        for name, (_, end) in list(self._monitors.items()):
             with self._continuing_without(name):
                 end()
 
@@ -115,7 +105,7 @@ class Monitors:
             yield
         except Exception as reason:
             print_once(f"warning: {name}: {type(reason).__name__}: {one_line(reason)}; the run continues without it", sys.stderr)
-            self._remote.pop(name, None)
+            self._monitors.pop(name, None)
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:
@@ -123,30 +113,24 @@ def numbers(line: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name != "step" and isinstance(value, (int, float))}
 
 
-def _start_wandb(section: dict[str, Any], run: Path, run_id: str | None) -> Any:
-    """A run of wandb; offline if wandb cannot be reached."""
+def _start_wandb(section: dict[str, Any], run: Path, run_id: str | None) -> Monitor:
     import wandb
 
-    arguments: dict[str, Any] = {
-        "project": section.get("project") or "deepspeed",
-        "group": section.get("group"),
-        "entity": section.get("team"),
-        "id": run_id,
-        "name": run.name,
-        "dir": str(run),
-        "resume": "allow",
-        "reinit": "create_new",
-        "settings": wandb.Settings(console="off", finish_timeout=WANDB_FINISH_SECONDS),  # log.txt has what the run prints
-    }
-    try:
-        _start_wandb_service()
-        started = wandb.init(**arguments)
-    except (wandb.errors.Error, OSError) as reason:
-        print_once(f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
-        started = wandb.init(**arguments, mode="offline")
+    _start_wandb_service()
+    started = wandb.init(
+        project=section.get("project") or "deepspeed",
+        group=section.get("group"),
+        entity=section.get("team"),
+        id=run_id,
+        name=run.name,
+        dir=str(run),
+        resume="allow",
+        reinit="create_new",
+        settings=wandb.Settings(console="off", finish_timeout=WANDB_FINISH_SECONDS),  # log.txt has what the run prints
+    )
     # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a metric.
     started.define_metric("*", step_metric="step")
-    return started
+    return lambda line: started.log({"step": line["step"], **numbers(line)}), started.finish
 
 
 def _start_wandb_service() -> None:
@@ -163,6 +147,15 @@ def _start_wandb_service() -> None:
         if started.returncode:
             raise OSError(f"its service did not start: {started.stderr.strip() or started.stdout.strip()}")
         os.environ["WANDB_SERVICE"] = started.stdout.strip()
+
+
+def _start_comet(section: dict[str, Any], run: Path, run_id: str | None) -> Monitor:
+    from deepspeed.monitor.comet import CometMonitor
+    from deepspeed.monitor.config import CometConfig
+
+    own = {"samples_log_interval": 1, "experiment_key": section.get("experiment_key") or run_id}  # every step
+    comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
+    return lambda line: comet.write_events([(name, value, line["step"]) for name, value in numbers(line).items()]), comet.experiment.end
 
 
 def _append_columns(folder: Path, lines: Iterable[dict[str, Any]]) -> None:
