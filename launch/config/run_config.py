@@ -23,8 +23,8 @@ from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
 from launch.config.deepspeed_json import DeepSpeedJson, leaves, value_at
 from launch.config.deepspeed_keys import check_keys, fill_defaults, section_rule
+from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
-from launch.config.memory import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.optimizer import fill_optimizer, resolve_optimizer
 from launch.config.schedule import check_schedule, resolve_schedule
 from launch.config.steps import steps_of_run
