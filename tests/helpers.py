@@ -42,6 +42,29 @@ def recipe_flags(config: Path) -> list[str]:
     return read_recipe(ROOT / "recipes" / config.stem).flags if config.stem in recipe_names() else []
 
 
+def run_here(main: Callable[[], int], *words: object) -> subprocess.CompletedProcess[str]:
+    """What a command with the arguments `words` ends with and prints, without a process of its own, from the checkout's root."""
+    output, errors, arguments, here = io.StringIO(), io.StringIO(), sys.argv, os.getcwd()
+    sys.argv = ["command", *map(str, words)]
+    os.chdir(ROOT)
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as end:
+            run_command(main)
+    finally:
+        sys.argv = arguments
+        os.chdir(here)
+    return subprocess.CompletedProcess(words, int(end.value.code or 0), output.getvalue(), errors.getvalue())
+
+
+def refusal_of(main: Callable[[], int], *words: object) -> str:
+    """The one line on which a command ends, exit code 2."""
+    done = run_here(main, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
 def explain(*flags: str) -> subprocess.CompletedProcess[str]:
     """What `launch/pretrain.py --explain json` with `flags` ends with and prints, without a process of its own."""
 
@@ -49,17 +72,7 @@ def explain(*flags: str) -> subprocess.CompletedProcess[str]:
         print(json.dumps(explained_run(resolve(["--explain", "json", *flags])[0])))
         return 0
 
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        here = os.getcwd()
-        os.chdir(ROOT)
-        try:
-            run_command(command)
-        except SystemExit as end:
-            code = end.code
-        finally:
-            os.chdir(here)
-    return subprocess.CompletedProcess(flags, int(code or 0), output.getvalue(), errors.getvalue())
+    return run_here(command)
 
 
 def explained(*flags: str) -> dict[str, Any]:
@@ -81,11 +94,8 @@ def exported(source: Path, out: Path, *more: str) -> Path:
     """What `launch/export.py SOURCE --out OUT` writes, without a process of its own."""
     from launch import export
 
-    arguments, sys.argv = sys.argv, ["export.py", str(source), "--out", str(out), "--quiet", *more]
-    try:
-        assert export.main() == 0
-    finally:
-        sys.argv = arguments
+    done = run_here(export.main, source, "--out", out, "--quiet", *more)
+    assert done.returncode == 0, done.stderr
     return out
 
 

@@ -13,7 +13,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from launch.formats.checkpoint_files import (
     DamagedCheckpoint,
-    _digest_of,
     checkpoint_name,
     complete_checkpoints,
     file_entry,
@@ -92,24 +91,6 @@ def test_an_edited_state_is_refused(edit, tmp_path):
     (checkpoint / "state.json").write_text(json.dumps(state | edit))
     with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
         read_state(checkpoint)
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        *({key: value} for key in ("step", "tokens", "samples", "ranks") for value in ("20", 20.0, True, -1, None)),
-        *({"files": value} for value in (None, [], {"a": None}, {"a": {"bytes": "1", "xxh128": ""}}, {"a": {"bytes": 1}})),
-        *({"val_loss": "low"}, {"run_id": 3}, {"spike_window": 3}, {"spike_window": {"losses": [None], "in_succession": 0}}),
-    ],
-    ids=str,
-)
-def test_a_state_with_values_of_other_types_is_refused_although_its_digest_is_right(edit, tmp_path):
-    checkpoint = written(tmp_path)
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["xxh128"]
-    (checkpoint / "state.json").write_text(json.dumps({**state, **edit, "xxh128": _digest_of(state | edit)}))
-    with pytest.raises(DamagedCheckpoint, match=rf"state\.json: '{next(iter(edit))}.* must be"):
-        verify(checkpoint, state["run_id"])
 
 
 @pytest.mark.parametrize("key", ["xxh128", "run_id", "files", "step", "val_loss"])

@@ -14,11 +14,11 @@ import pytest
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from launch import generate
-from launch.errors import run_command
 from launch.trained_model import text as samples_text
 from launch.trained_model.load import TrainedModel, open_trained
 from launch.trained_model.text import text_parts
 from tests.commands import run_script
+from tests.helpers import refusal_of, run_here
 from tests.pages import commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,21 +34,13 @@ def run(one_rank, corpus, tmp_path_factory) -> Path:
     return folder / "small"
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
+def command(*arguments: object) -> tuple[int, str, str]:
     """The command, in this process: its exit code, what it wrote to the standard output, and to the standard error."""
-
-    def run_it(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch/generate.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            run_command(generate.main)
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
-
-    return run_it
+    done = run_here(generate.main, *arguments)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_the_text_is_that_of_the_model_and_a_fresh_process_writes_it(run, command):
+def test_the_text_is_that_of_the_model_and_a_fresh_process_writes_it(run):
     """Greedy, against a loop over whole passes, beyond the context of 32 tokens."""
     trained = open_trained(run)
     model = trained.load_model()
@@ -67,7 +59,7 @@ def test_the_text_is_that_of_the_model_and_a_fresh_process_writes_it(run, comman
     assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
 
 
-def test_samples_are_written_one_after_the_other_and_as_json(run, command):
+def test_samples_are_written_one_after_the_other_and_as_json(run):
     flags = [run, "--prompt", "import ", "--samples", "3", "--seed", "5", "--max_new_tokens", "20", "--top_p", "0.9"]
     _, out, _ = command(*flags)
     _, lines, _ = command(*flags, "--json")
@@ -78,7 +70,7 @@ def test_samples_are_written_one_after_the_other_and_as_json(run, command):
     assert json.loads(alone)["ids"] == samples[1]["ids"]
 
 
-def test_text_ends_at_its_end(run, command, monkeypatch):
+def test_text_ends_at_its_end(run, monkeypatch):
     from model.sampling import Sampling
 
     end = open_trained(run).eot_id
@@ -92,7 +84,7 @@ def test_text_ends_at_its_end(run, command, monkeypatch):
     assert (found["ids"], found["ended_by"]) == ([40, end, 42], "length")
 
 
-def test_the_end_of_text_begins_a_document(run, command, monkeypatch):
+def test_the_end_of_text_begins_a_document(run, monkeypatch):
     prompts = []
     real = samples_text.stream
     monkeypatch.setattr(samples_text, "stream", lambda cache, ids, *rest: prompts.append(ids) or real(cache, ids, *rest))
@@ -103,7 +95,7 @@ def test_the_end_of_text_begins_a_document(run, command, monkeypatch):
     assert prompts[3] == [end, *prompts[2]] and end not in prompts[2]
 
 
-def test_a_prompt_longer_than_the_context_and_from_standard_input(run, command, monkeypatch):
+def test_a_prompt_longer_than_the_context_and_from_standard_input(run, monkeypatch):
     text = "the quick brown fox jumps über die Brücke " * 20
     code, out, err = command(run, "--prompt", text, "--max_new_tokens", "5", "--temperature", "0")
     assert code == 0 and out.startswith(text)
@@ -112,7 +104,7 @@ def test_a_prompt_longer_than_the_context_and_from_standard_input(run, command, 
     assert command(run, "--prompt", "-", "--max_new_tokens", "5", "--temperature", "0")[1] == out
 
 
-def test_an_earlier_checkpoint_is_another_model(run, command):
+def test_an_earlier_checkpoint_is_another_model(run):
     flags = ["--prompt", "def ", "--max_new_tokens", "20", "--json", "--ignore_eos"]
     first, last = (json.loads(command(run, *flags, *more)[1])["ids"] for more in (["--checkpoint", "step-00000002"], []))
     assert first != last
@@ -131,15 +123,12 @@ def test_an_earlier_checkpoint_is_another_model(run, command):
         (["--checkpoint", "step-00000003"], "it has step-00000002, step-00000004"),
     ],
 )
-def test_mistakes_are_one_line(run, command, flags, words):
-    code, out, err = command(run, *flags)
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("error: ") and words in line
+def test_mistakes_are_one_line(run, flags, words):
+    assert words in refusal_of(generate.main, run, *flags)
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_logits_that_are_not_finite_are_one_line(temperature, run, command, monkeypatch):
+def test_logits_that_are_not_finite_are_one_line(temperature, run, monkeypatch):
     """Finite weights whose products are beyond the dtype."""
     load = TrainedModel.load_model
 
@@ -155,10 +144,9 @@ def test_logits_that_are_not_finite_are_one_line(temperature, run, command, monk
     assert code == 2 and "not finite in fp32" in line and "--checkpoint" in line
 
 
-def test_a_prompt_that_is_not_text_is_refused(run, command, monkeypatch):
+def test_a_prompt_that_is_not_text_is_refused(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
-    code, _, err = command(run, "--prompt", "-")
-    assert code == 2 and "is not UTF-8 (byte 0)" in err
+    assert "is not UTF-8 (byte 0)" in refusal_of(generate.main, run, "--prompt", "-")
 
 
 def test_a_closed_standard_input_is_an_empty_prompt(tmp_path):
@@ -167,12 +155,10 @@ def test_a_closed_standard_input_is_an_empty_prompt(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/missing: no such folder")
 
 
-def test_a_folder_without_a_model_is_one_line(command, tmp_path):
+def test_a_folder_without_a_model_is_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     for source in ("empty", "missing"):
-        code, out, err = command(tmp_path / source)
-        (line,) = err.splitlines()
-        assert (code, out) == (2, "") and line.startswith(f"error: {tmp_path / source}: ")
+        assert f"{tmp_path / source}" in refusal_of(generate.main, tmp_path / source)
 
 
 # --- text as it comes
@@ -195,7 +181,7 @@ def test_text_as_it_comes_is_the_text(spec, corpus):
 
 
 @pytest.mark.parametrize("script", ["generate", "score"])
-def test_the_commands_of_the_page_run(script, run, monkeypatch):
+def test_the_commands_of_the_page_run(script, run):
     """As they stand in the documentation, but on a small model."""
     from launch import score
 
@@ -208,7 +194,4 @@ def test_the_commands_of_the_page_run(script, run, monkeypatch):
             str(run) if word in ("exported/first", "runs/demo", "runs/first", "runs/other") else own if word.startswith("data/") else word
             for word in words
         ]
-        monkeypatch.setattr(sys, "argv", [f"launch/{script}.py", *words])
-        with pytest.raises(SystemExit) as end:
-            run_command({"generate": generate.main, "score": score.main}[script])
-        assert not end.value.code, line
+        assert run_here({"generate": generate.main, "score": score.main}[script], *words).returncode == 0, line

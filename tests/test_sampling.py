@@ -98,6 +98,14 @@ def test_a_text_ends_with_its_end():
     assert list(stream(next_logits, [1], 100, Sampling(0.0), end=END)) == [1, END]
 
 
+def test_a_text_follows_its_generator_and_has_a_beginning():
+    model = model_of(CONFIGS[0])
+    first, again, other = (list(stream(KVCache(model), [1], 20, Sampling(), seeded(seed))) for seed in (0, 0, 1))
+    assert first == again != other
+    with pytest.raises(ValueError, match="prompt is empty"):
+        next(stream(KVCache(model), [], 1, Sampling()))
+
+
 # --- how a token is drawn
 
 

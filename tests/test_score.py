@@ -17,12 +17,11 @@ import pytest
 
 from data_pipeline.shards import open_corpus
 from launch import score
-from launch.errors import run_command
 from launch.formats.metrics import read_metrics
-from launch.trained_model import scoring
 from launch.trained_model.load import open_trained
-from launch.trained_model.scoring import estimate, text_bytes, window_losses
-from tests.commands import run_script
+from launch.trained_model.scoring import estimate, window_losses
+from tests.helpers import exported as exported_to
+from tests.helpers import refusal_of, run_here
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Where the commands of this environment are.
@@ -46,40 +45,23 @@ def runs(one_rank, corpus, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def exported(runs) -> Path:
     """The fp32 run as a Hugging Face folder."""
-    out = runs / "exported"
-    done = run_script("launch/export.py", runs / "zero1_fp32", "--out", out)
-    assert done.returncode == 0, done.stderr
-    return out
+    return exported_to(runs / "zero1_fp32", runs / "exported")
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """The command, in this process: its exit code, what it wrote to the standard output, and to the standard error."""
-
-    def run_it(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch/score.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            run_command(score.main)
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
-
-    return run_it
+def scored(*arguments: object) -> dict:
+    done = run_here(score.main, *arguments, "--json", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
-def scored(command, *arguments: object) -> dict:
-    code, out, err = command(*arguments, "--json", "--quiet")
-    assert (code, err) == (0, "")
-    return json.loads(out)
-
-
-def test_score_log_and_transformers_agree(runs, exported, corpus, command, capsys):
+def test_score_log_and_transformers_agree(runs, exported, corpus):
     """Bits per byte of all validation windows, within 1e-4; transformers from the exported folder alone."""
     import torch
     from transformers import AutoModelForCausalLM
 
     split = json.loads((corpus / "manifest.json").read_text())["splits"]["val"]
     to_bits = split["tokens"] / split["bytes"] / math.log(2)
-    found = scored(command, runs / "zero1_fp32")
+    found = scored(runs / "zero1_fp32")
     logged = read_metrics(runs / "zero1_fp32" / "metrics.jsonl")[-1]["val_loss"]
     tokens = np.fromfile(corpus / split["shards"][0]["file"], dtype="<u2").astype(np.int64)
     windows = np.stack([tokens[start : start + 33] for start in range(0, len(tokens) - 32, 32)])
@@ -95,32 +77,30 @@ def test_score_log_and_transformers_agree(runs, exported, corpus, command, capsy
         assert abs(found["loss"] - other) < 1e-5
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["loss_stderr"] >= float(losses.std() / math.sqrt(len(losses))) - 1e-6
-    capsys.readouterr()  # transformers draws a bar
-    of_folder = scored(command, exported, "--data", corpus)
+    of_folder = scored(exported, "--data", corpus)
     assert abs(of_folder["loss"] - found["loss"]) < 1e-6
-    code, out, _ = command(runs / "zero1_fp32")
-    assert code == 0 and f"bits per byte   {found['bits_per_byte']:.4f} +- " in out
+    assert f"bits per byte   {found['bits_per_byte']:.4f} +- " in run_here(score.main, runs / "zero1_fp32").stdout
 
 
-def test_a_run_in_bf16_is_scored_as_training_did(runs, command):
+def test_a_run_in_bf16_is_scored_as_training_did(runs):
     """On as many windows as its evaluations read, in its precision, with its documents apart."""
-    found = scored(command, runs / "zero3_bf16", "--windows", "16", "--dtype", "bf16")
+    found = scored(runs / "zero3_bf16", "--windows", "16", "--dtype", "bf16")
     logged = read_metrics(runs / "zero3_bf16" / "metrics.jsonl")[-1]["val_loss"]
     assert abs(found["loss"] - logged) < 1e-4
 
 
-def test_some_windows_are_spread_evenly(runs, command):
-    some, all_of_them = (scored(command, runs / "zero1_fp32", *more) for more in (["--windows", "60", "--batch_size", "7"], []))
+def test_some_windows_are_spread_evenly(runs):
+    some, all_of_them = (scored(runs / "zero1_fp32", *more) for more in (["--windows", "60", "--batch_size", "7"], []))
     assert some["windows"] == 60
     assert abs(some["loss"] - all_of_them["loss"]) < 4 * some["loss_stderr"]
 
 
-def test_two_models_are_compared_on_the_same_windows(runs, exported, corpus, command):
+def test_two_models_are_compared_on_the_same_windows(runs, exported, corpus):
     """The fp32 run with the bf16 run, whose losses are computed here as those of each alone."""
     one, other = runs / "zero1_fp32", runs / "zero3_bf16"
     opened = open_corpus(corpus)
     losses, theirs = (window_losses(open_trained(run).load_model(), opened, opened.val, 60) for run in (one, other))
-    found = scored(command, one, "--against", other, "--windows", "60")
+    found = scored(one, "--against", other, "--windows", "60")
     against = found["against"]
     assert (against["model"], against["step"], found["windows"]) == (str(other), 4, 60)
     assert against["difference"] == pytest.approx((losses - theirs).mean(), abs=1e-6)
@@ -130,19 +110,19 @@ def test_two_models_are_compared_on_the_same_windows(runs, exported, corpus, com
     assert low < against["difference"] < high
     ratio = found["bits_per_byte"] / found["loss"]
     assert against["difference_bits_per_byte"] == pytest.approx(against["difference"] * ratio)
-    back = scored(command, other, "--against", one, "--windows", "60")["against"]
+    back = scored(other, "--against", one, "--windows", "60")["against"]
     assert back["difference"] == pytest.approx(-against["difference"], abs=1e-9)
-    code, out, _ = command(one, "--against", other, "--windows", "60")
-    assert code == 0 and f"difference      {against['difference']:+.4f} +- " in out
+    out = run_here(score.main, one, "--against", other, "--windows", "60").stdout
+    assert f"difference      {against['difference']:+.4f} +- " in out
 
 
-def test_a_model_against_itself_is_exactly_equal(runs, exported, corpus, command):
+def test_a_model_against_itself_is_exactly_equal(runs, exported):
     for other in (runs / "zero1_fp32", exported):
-        against = scored(command, runs / "zero1_fp32", "--against", other, "--windows", "60")["against"]
+        against = scored(runs / "zero1_fp32", "--against", other, "--windows", "60")["against"]
         assert (against["difference"], against["difference_stderr"], against["difference_interval"]) == (0, 0, [0, 0])
 
 
-def test_a_model_with_another_context_or_tokenizer_is_not_compared(runs, exported, others, one_rank, corpus, tmp_path, command):
+def test_a_model_with_another_context_or_tokenizer_is_not_compared(runs, exported, others, one_rank, corpus, tmp_path):
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), *TINY, "--steps", "1", "--eval_every", "0"]
     for name, data, length in (("short", corpus, "16"), ("bytes", others / "same", "32")):
         run = ["--run_name", name, "--data", str(data), "--seq_len", length]
@@ -152,20 +132,18 @@ def test_a_model_with_another_context_or_tokenizer_is_not_compared(runs, exporte
         ("bytes", "has 1,024 ids, but the model has 300"),
         ("none", "no such folder"),
     ):
-        code, out, err = command(runs / "zero1_fp32", "--against", tmp_path / name)
-        (line,) = err.splitlines()
-        assert (code, out) == (2, "") and name in line and words in line
+        line = refusal_of(score.main, runs / "zero1_fp32", "--against", tmp_path / name)
+        assert name in line and words in line
 
 
-def test_an_unfinished_run_is_compared_when_it_is_exported(runs, tmp_path, command):
+def test_an_unfinished_run_is_compared_when_it_is_exported(runs, tmp_path):
     run = Path(shutil.copytree(runs / "zero1_fp32", tmp_path / "r"))
     described = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(described | {"total_tokens": 10 * described["total_tokens"]}))
-    code, _, err = command(runs / "zero1_fp32", "--against", run)
-    assert code == 2 and f"--against {run}: must be a finished run or an exported folder" in err
-    words = shlex.split(err.rpartition("python ")[2])
-    assert run_script(*words[:-1], tmp_path / "exported").returncode == 0
-    assert command(runs / "zero1_fp32", "--against", tmp_path / "exported", "--windows", "4")[0] == 0
+    said = refusal_of(score.main, runs / "zero1_fp32", "--against", run)
+    assert f"{run}: an unfinished run" in said and "use --checkpoint step-00000004 (for --against, export it)" in said
+    exported_to(run, tmp_path / "exported", "--checkpoint", "step-00000004")
+    scored(runs / "zero1_fp32", "--against", tmp_path / "exported", "--windows", "4")
 
 
 def test_the_interval_of_a_difference_by_hand():
@@ -175,47 +153,11 @@ def test_the_interval_of_a_difference_by_hand():
     """
     found = estimate(np.array([1.0, -1.0, 5.0, 3.0]))
     assert (found.loss, found.error) == (2.0, pytest.approx(math.sqrt(5 / 3)))
+    assert estimate(np.array([3.0])).error is None
     assert found.interval == pytest.approx((2 - 3.18245 * math.sqrt(5 / 3), 2 + 3.18245 * math.sqrt(5 / 3)), rel=1e-5)
     found = estimate(np.repeat([1.0, 2.0, 3.0, 4.0], 4))
     assert (found.loss, found.error) == (2.5, pytest.approx(math.sqrt(5 / 3) / 2))
     assert found.interval == pytest.approx((2.5 - 3.18245 * found.error, 2.5 + 3.18245 * found.error), rel=1e-5)
-
-
-def test_the_error_is_that_of_the_mean():
-    """Of independent windows the textbook's; of windows that come in equal runs, that of the runs."""
-    draws = np.random.default_rng(0).normal(5, 1, (400, 400))
-    errors = np.array([estimate(row).error for row in draws])
-    assert abs(np.median(errors) / 0.05 - 1) < 0.15  # 1 / sqrt(400); the larger of two estimates
-    runs = np.repeat(draws[:, :25], 16, axis=1)  # 400 windows, 25 documents of 16
-    spread = runs.mean(axis=1).std()
-    assert 0.8 < np.median([estimate(row).error for row in runs]) / spread < 1.2
-    assert estimate(np.array([3.0])).error is None
-    assert estimate(np.array([3.0, 4.0])).error == pytest.approx(0.5)
-
-
-def test_bytes_are_counted_where_the_corpus_has_not(corpus, tmp_path):
-    opened = open_corpus(corpus)
-    from data_pipeline.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(opened.path, opened.manifest["tokenizer"])
-    said = text_bytes(opened, opened.val, None)
-    del opened.manifest["splits"]["val"]["bytes"]
-    assert text_bytes(opened, opened.val, None) is None
-    assert text_bytes(opened, opened.val, tokenizer) == said
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 64])
-def test_bytes_of_a_character_that_two_parts_share_are_counted_once(tmp_path, monkeypatch, tokens):
-    """An id per byte, and characters of two to four bytes; no part holds them all whole."""
-    from data_pipeline import prepare
-    from data_pipeline.tokenizer import Tokenizer
-
-    (tmp_path / "a.txt").write_text("größer, 日本, \U0001f600\n" * 40, encoding="utf-8")
-    assert prepare.main(["--source", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--tokenizer", "bytes", "--quiet"]) == 0
-    monkeypatch.setattr(scoring, "DECODED_TOKENS", tokens)
-    opened = open_corpus(tmp_path / "out")
-    said = opened.manifest["splits"]["train"].pop("bytes")
-    assert text_bytes(opened, opened.train, Tokenizer.load(opened.path, opened.manifest["tokenizer"])) == said
 
 
 @pytest.fixture(scope="module")
@@ -233,36 +175,30 @@ def others(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["bytes", "same"])
-def test_a_corpus_of_another_tokenizer_is_refused(runs, exported, others, command, name):
+def test_a_corpus_of_another_tokenizer_is_refused(runs, exported, others, name):
     for source in (runs / "zero1_fp32", exported):
-        code, out, err = command(source, "--data", others / name)
-        (line,) = err.splitlines()
-        assert (code, out) == (2, "") and "was made with another tokenizer than the model's: " in line
+        assert "was made with another tokenizer than the model's: " in refusal_of(score.main, source, "--data", others / name)
 
 
-def test_another_corpus_of_the_same_tokenizer_is_scored(runs, exported, corpus, tmp_path, command):
+def test_another_corpus_of_the_same_tokenizer_is_scored(runs, exported, corpus, tmp_path):
     source = tmp_path / "text"
     source.mkdir()
     for number in range(60):
         (source / f"{number}.txt").write_text(f"def f{number}(x):\n    return x * {number}\n" * 20)
     words = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", tmp_path / "out", "--val_fraction", "0.3", "--quiet"]
     subprocess.run([*words, "--tokenizer", corpus / "tokenizer.json"], cwd=ROOT, check=True)
-    found = [scored(command, one, "--data", tmp_path / "out") for one in (runs / "zero1_fp32", exported)]
+    found = [scored(one, "--data", tmp_path / "out") for one in (runs / "zero1_fp32", exported)]
     assert abs(found[0]["loss"] - found[1]["loss"]) < 1e-6 and found[0]["notes"] == []
 
 
-def test_a_damaged_text_is_refused_before_scoring(runs, corpus, tmp_path, command, monkeypatch):
-    """In a corpus whose bytes are not counted, as nanoGPT's, at a token that no scored window reads."""
+def test_bytes_that_the_corpus_does_not_count_are_unknown(runs, corpus, tmp_path):
+    """As in nanoGPT's corpora."""
     folder = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["splits"]["val"]["bytes"] = 0
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with open(folder / manifest["splits"]["val"]["shards"][-1]["file"], "r+b") as shard:
-        shard.seek(-2, os.SEEK_END)
-        shard.write(b"\xff\xff")
-    monkeypatch.setattr(scoring, "window_losses", lambda *_: pytest.fail("it was scored"))
-    code, out, err = command(runs / "zero1_fp32", "--data", folder, "--windows", "1")
-    assert (code, out) == (2, "") and "65535" in err.splitlines()[-1]
+    done = run_here(score.main, runs / "zero1_fp32", "--data", folder, "--windows", "4")
+    assert "bits per byte   -  (the bytes of the text are unknown)" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -272,18 +208,15 @@ def test_a_damaged_text_is_refused_before_scoring(runs, corpus, tmp_path, comman
         (["--split", "test"], "--split: invalid choice: 'test'"),
         (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
         (["--windows", "0"], "--windows: 0 is out of range"),
+        (["--tasks_dir", "x"], "--tasks_dir"),  # whose YAML files could run code
     ],
 )
-def test_mistakes_are_one_line(runs, command, flags, words):
-    code, out, err = command(runs / "zero1_fp32", *flags)
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("error: ") and words in line
+def test_mistakes_are_one_line(runs, flags, words):
+    assert words in refusal_of(score.main, runs / "zero1_fp32", *flags)
 
 
-def test_a_folder_does_not_say_what_it_is_scored_on(exported, command):
-    code, _, err = command(exported)
-    assert code == 2 and "give --data DIR" in err
+def test_a_folder_does_not_say_what_it_is_scored_on(exported):
+    assert "give --data DIR" in refusal_of(score.main, exported)
 
 
 # --- lm-evaluation-harness on an exported model
@@ -360,9 +293,3 @@ def test_the_harness_evaluates_an_exported_model(runs, tmp_path):
     encode = trained.tokenizer.encode
     right = [logprob(encode(text).tolist(), " pass") > logprob(encode(text).tolist(), " yield") for text in texts]
     assert results["own_choice"]["acc,none"] == pytest.approx(sum(right) / 3)
-
-
-def test_tasks_are_not_run_by_score(runs, command):
-    """Their YAML files can run code."""
-    code, _, err = command(runs / "zero1_fp32", "--tasks_dir", "x")
-    assert code == 2 and "--tasks_dir" in err

@@ -21,6 +21,10 @@ from recipes.technique import FP32_NAMES
 Rule = dict[str, Any]
 Rules = dict[str, Rule]
 OtherNames = dict[str, tuple[str, Any]]
+#: DeepSpeed's default for `offload_param.buffer_size`, elements.
+BUFFER_SIZE = 100_000_000
+#: DeepSpeed's default for `offload_param.max_in_cpu`: that many of a rank's weights on NVMe are moved to host memory for good.
+MAX_IN_CPU = 1_000_000_000
 
 
 class DeepSpeedSchema(NamedTuple):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launch.config.deepspeed_schema import deepspeed_schema
+from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU, deepspeed_schema
 from launch.config.optimizer import state_tensors
 from launch.formats.sub_groups import sub_group_sizes
 from model.accounting import LOSS_ROWS, WIDTH, model_tensors
@@ -33,10 +33,6 @@ if TYPE_CHECKING:  # it imports this module
     from launch.config.run_config import RunConfig
 
 FP32 = 4
-#: DeepSpeed's default for `offload_param.buffer_size`, elements.
-BUFFER_SIZE = 100_000_000
-#: DeepSpeed's default for `offload_param.max_in_cpu`: that many of a rank's weights on NVMe are moved to host memory for good.
-MAX_IN_CPU = 1_000_000_000
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
 MOMENTS = ("forward", "recompute", "backward", "update")

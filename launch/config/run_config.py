@@ -21,8 +21,8 @@ from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
 from launch.config.deepspeed_json import DeepSpeedJson, value_at
 from launch.config.deepspeed_keys import check_keys, fill_defaults, section_rule
+from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RunValues, given_fields, parse_flags
-from launch.config.memory import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.optimizer import check_schedule, fill_optimizer, resolve_optimizer, resolve_schedule
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule

@@ -18,29 +18,14 @@ import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import xxhash
 
 from launch.errors import UsageError
-from launch.formats.files import Types, read_text, wrong_type
+from launch.formats.files import read_text
 
 STATE_FILE = "state.json"
-#: The values in it. Earlier versions did not write the window of the spike rule.
-STATE_KEYS: Types = {
-    **dict.fromkeys(("step", "tokens", "samples", "ranks", "files.*.bytes"), (int,)),
-    "val_loss": (float, NoneType),
-    "run_id": (str, NoneType),
-    "files": (dict,),
-    "files.*.xxh128": (str,),
-}
-OPTIONAL_STATE_KEYS: Types = {
-    "spike_window": (dict, NoneType),
-    "spike_window.losses": (list,),
-    "spike_window.losses.*": (float,),
-    "spike_window.in_succession": (int,),
-}
 #: The folder of what DeepSpeed writes, which it calls a tag.
 ENGINE_TAG = "engine"
 #: Files that DeepSpeed and our readers find by pattern, so that an extra one would be loaded.
@@ -110,7 +95,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The `state.json` of a checkpoint, without its own digest.
 
     Raises:
-        DamagedCheckpoint: it cannot be read, its content was changed, a value has another type, or it belongs to another step.
+        DamagedCheckpoint: it cannot be read, its content was changed, or it belongs to another step.
     """
     file = checkpoint / STATE_FILE
     try:
@@ -122,8 +107,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{file}: cannot be read ({' '.join(str(reason).split())[:120]})") from None
     if not intact:
         raise DamagedCheckpoint(f"{file}: its digest does not match its content")
-    if fault := wrong_type(state, STATE_KEYS, OPTIONAL_STATE_KEYS):
-        raise DamagedCheckpoint(f"{file}: {fault}")
     if not all(map(_is_inside, state["files"])):
         raise DamagedCheckpoint(f"{file}: lists a file outside of the checkpoint")
     if checkpoint.name != checkpoint_name(state["step"]):

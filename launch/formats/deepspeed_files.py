@@ -94,7 +94,13 @@ class OptimizerState:
 
 
 class _Flat(NamedTuple):
-    """A rank's part of one group (stages 1 and 2) or of one sub-group (stage 3), flat: weights, states of the same size, and numbers."""
+    """A parameter (stage 0), or a rank's part of a group (stages 1 and 2) or of a sub-group (stage 3), flat.
+
+    Attributes:
+        weights: in fp32.
+        states: of the same size, such as "exp_avg".
+        numbers: the other states.
+    """
 
     weights: torch.Tensor
     states: dict[str, torch.Tensor]
@@ -158,17 +164,7 @@ class DeepSpeedFiles:
         Raises:
             UsageError: the files hold other parameters than the model has.
         """
-        if self._partitioned:
-            return self._weights_of_ranks()
-        # A tied head is the embedding.
-        weights = {name: tensor for name, tensor in self.state["module"].items() if name != HEAD or HEAD in self._shapes}
-        if any(tensor.dtype != torch.float32 for tensor in weights.values()):
-            if self._of_ranks:
-                return self._weights_of_ranks()
-            if "fp32_groups" in (self.state.get("optimizer") or {}):
-                weights = self._masters_of_stage_0(weights)
-        self._require_shapes({name: tensor.shape for name, tensor in weights.items()})
-        return {name: [(0, tensor.detach().reshape(-1))] for name, tensor in weights.items()}
+        return {name: [(offset, flat.weights[part]) for offset, flat, part in places] for name, places in self._places.items()}
 
     def optimizer(self) -> OptimizerState:
         """The state of the optimizer; empty before its first update.
@@ -176,8 +172,6 @@ class DeepSpeedFiles:
         Raises:
             UsageError: ZeRO has cut a state that is neither one number nor of the shape of its parameter.
         """
-        if not self._of_ranks:
-            return self._optimizer_of_stage_0()
         for same in zip(*self._flats, strict=True):  # the parts of one group or sub-group
             for flat in same:
                 if list(flat.states) != list(same[0].states) or not _are_equal(flat.numbers, same[0].numbers):
@@ -190,7 +184,7 @@ class DeepSpeedFiles:
             for key in places[0].flat.states:
                 pieces.setdefault(key, {})[name] = [(offset, flat.states[key][part]) for offset, flat, part in places]
         saved = self._states[0]
-        groups = saved["optimizer_state_dict"] if self._partitioned else saved["base_optimizer_state"]
+        groups = saved if not self._of_ranks else saved["optimizer_state_dict"] if self._partitioned else saved["base_optimizer_state"]
         return OptimizerState(
             pieces,
             {name: dict(places[0].flat.numbers) for name, places in self._places.items()},
@@ -204,51 +198,45 @@ class DeepSpeedFiles:
         state = load_tensors(self._of_ranks[0], mapped=True, deepspeed_objects=True)["optimizer_state_dict"]
         return dict(vars(state["loss_scaler"]))
 
-    # --- stage 0 ----------------------------------------------------------------------------------------------------------------------
-
-    def _names(self) -> list[str]:
-        """The parameters in the order of the optimizer's groups: matrices, then biases and norms."""
-        return [name for matrix in (True, False) for name, shape in self._shapes.items() if (len(shape) >= 2) == matrix]
-
-    def _masters_of_stage_0(self, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The fp32 master weights by name. DeepSpeed keeps them in the order of the optimizer's groups."""
-        masters = (master for group in self.state["optimizer"]["fp32_groups"] for master in group)
-        found = dict(zip(self._names(), masters, strict=False))
-        for name, half in halves.items():
-            # `half` is the rounded master weight; in a wrong order, the shape alone could match.
-            if name not in found or found[name].shape != half.shape or not torch.equal(found[name].to(half.dtype), half):
-                raise UsageError(f"{self._file}: the optimizer has other weights of {name} than the model; copy the checkpoint again")
-        return found
-
-    def _optimizer_of_stage_0(self) -> OptimizerState:
-        saved = self.state["optimizer"]
-        saved = saved.get("optimizer_state_dict", saved)
-        indices = [index for group in saved["param_groups"] for index in group["params"]]
-        pieces: dict[str, dict[str, list[Piece]]] = {}
-        others: dict[str, dict[str, Any]] = {name: {} for name in self._shapes}
-        for name, index in zip(self._names(), indices, strict=True):
-            for key, value in saved["state"].get(index, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape == self._shapes[name]:
-                    pieces.setdefault(key, {})[name] = [(0, value.reshape(-1))]
-                elif value is not None:
-                    others[name][key] = value
-        return OptimizerState(pieces, others, saved["param_groups"])
-
-    # --- stages 1 to 3 ----------------------------------------------------------------------------------------------------------------
-
     @functools.cached_property
     def _states(self) -> list[dict[str, Any]]:
-        """The optimizer's file of each rank."""
-        return [load_tensors(file, mapped=True)["optimizer_state_dict"] for file in self._of_ranks]
+        """The optimizer's state in the file of each rank; at stage 0 in the one file."""
+        if self._of_ranks:
+            return [load_tensors(file, mapped=True)["optimizer_state_dict"] for file in self._of_ranks]
+        return [self.state["optimizer"].get("optimizer_state_dict", self.state["optimizer"])]
 
     @functools.cached_property
     def _flats(self) -> list[list[_Flat]]:
         """The flat parts of each rank, in order."""
+        if not self._of_ranks:
+            return [self._flats_of_stage_0()]
         cut = self._flats_of_stage_3 if self._partitioned else _flats_of_stages_1_and_2
         return [cut(state, rank) for rank, state in enumerate(self._states)]
 
-    def _weights_of_ranks(self) -> dict[str, list[Piece]]:
-        return {name: [(offset, flat.weights[part]) for offset, flat, part in places] for name, places in self._places.items()}
+    def _flats_of_stage_0(self) -> list[_Flat]:
+        """Each parameter as a flat tensor, in the order of `_names`. In bf16 and fp16 the weights are the optimizer's `fp32_groups`."""
+        module, saved = self.state["module"], self._states[0]
+        self._require_shapes({name: tensor.shape for name, tensor in module.items() if name != HEAD or HEAD in self._shapes})
+        weights = [module[name] for name in self._names]
+        if any(tensor.dtype != torch.float32 for tensor in weights):
+            weights = [master for group in self.state["optimizer"]["fp32_groups"] for master in group]
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        flats = []
+        for name, weight, index in zip(self._names, weights, indices, strict=True):
+            # `module` has the rounded master weight; in a wrong order, the shape alone could match.
+            half = module[name]
+            if weight is not half and (weight.shape != half.shape or not torch.equal(weight.to(half.dtype), half)):
+                raise UsageError(f"{self._file}: the optimizer has other weights of {name} than the model; copy the checkpoint again")
+            state = saved["state"].get(index, {})
+            states = {key: value.reshape(-1) for key, value in state.items() if getattr(value, "shape", None) == weight.shape}
+            numbers = {key: value for key, value in state.items() if key not in states and value is not None}
+            flats.append(_Flat(weight.detach().reshape(-1), states, numbers))
+        return flats
+
+    @property
+    def _names(self) -> list[str]:
+        """The parameters in the order of the optimizer's groups: matrices, then biases and norms."""
+        return sorted(self._shapes, key=lambda name: len(self._shapes[name]) < 2)
 
     def _flats_of_stage_3(self, state: dict[str, Any], rank: int) -> list[_Flat]:
         """A rank's sub-groups. Those offloaded to NVMe are mapped from their copies: `12_48.tensor.swp`, `exp_avg-12_48.tensor.swp`.
@@ -280,6 +268,8 @@ class DeepSpeedFiles:
     @functools.cached_property
     def _places(self) -> dict[str, list[_Place]]:
         """Parameter -> its consecutive pieces in the flat parts."""
+        if not self._of_ranks:
+            return {name: [_Place(0, flat, slice(None))] for name, flat in zip(self._names, self._flats[0], strict=True)}
         groups = self.state["param_shapes"]
         self._require_shapes({name: shape for names in groups for name, shape in names.items()})
         places = self._places_at_stage_3 if self._partitioned else self._places_at_stages_1_and_2

@@ -11,7 +11,6 @@ Weights in pickles (pytorch_model.bin) are never read.
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,8 +54,6 @@ HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 HEADLESS = ("GPT2Model",)
 FIX = "give a Hugging Face folder of a GPT-2, Llama or Qwen3"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-#: The largest number of faults of a folder that are printed.
-MAX_FAULTS = 8
 
 
 @dataclass(frozen=True)
@@ -126,101 +123,80 @@ class HFFolder:
             raise UsageError(f"{self.folder}: {name} contains NaN or Inf; give the folder of a model that has not diverged")
 
 
-def open_hf_folder(folder: str | Path) -> HFFolder:
-    """A Hugging Face folder, checked; the weights are not read yet.
+def open_hf_folder(folder: str | Path, fix: str = FIX) -> HFFolder:
+    """A Hugging Face folder, checked; the weights are not read yet. `fix` ends the message if it is none.
 
     Raises:
-        UsageError: one line for each fault: another architecture, a file that is missing or cut off, a tensor of another shape, weights
-            in a pickle.
+        UsageError: another architecture, a file that is missing or cut off, a tensor of another shape, weights in a pickle.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; {FIX}")
-    content = read_json_object(folder / CONFIG_FILE, FIX)
-    config = _config(content, folder / CONFIG_FILE)
+        raise UsageError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; {fix}")
+    content = read_json_object(folder / CONFIG_FILE, fix)
+    try:
+        config = _config(content)
+    except (ValueError, TypeError, AttributeError) as reason:  # a value of another type or out of range, or none
+        raise UsageError(f"{folder / CONFIG_FILE}: {reason}") from None
     if not (files := _files(folder)):
-        fix = "convert pytorch_model.bin with transformers' save_pretrained" if list(folder.glob("*.bin")) else "copy or export it again"
-        raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; {fix}")
+        remedy = "convert pytorch_model.bin with transformers' save_pretrained" if list(folder.glob("*.bin")) else "copy or export it again"
+        raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; {remedy}")
     tensors = [tensor for file in files for tensor in safetensors_tensors(file)]
     return HFFolder(folder, config, content, _by_name(tensors, config, folder))
 
 
 def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> dict[str, StoredTensor]:
-    """The weights by transformers' names. Raises UsageError: one line for each that is missing, repeated, or of another shape or dtype."""
+    """The weights by transformers' names. Raises UsageError for one that is missing, repeated, or of another shape or dtype."""
     if config.n_layer > len(tensors):  # before names are made for each layer
         raise UsageError(f"{folder}: {CONFIG_FILE} has n_layer {config.n_layer:,}, the files have {len(tensors):,} tensors; copy it again")
-    form = hf_form(config)
+    prefix = PREFIXES[hf_form(config)]
     expected = {part.name: part.shape for parts in hf_tensors(config).values() for part in parts}
-    required = set(expected)
-    expected |= {HEAD: (config.vocab_size, config.d_model)}  # files may repeat a tied head
     found: dict[str, StoredTensor] = {}
-    faults = []
     for tensor in tensors:
-        where = f"{tensor.file}: {tensor.name}"
-        name = tensor.name if tensor.name == HEAD else PREFIXES[form] + tensor.name.removeprefix(PREFIXES[form])
+        name = tensor.name if tensor.name == HEAD else prefix + tensor.name.removeprefix(prefix)
         if BUFFERS.search(name):
             continue
-        if name not in expected:
-            faults.append(f"{where} is not a weight of a {form} of {config.n_layer} layers")
-        elif tensor.shape != expected[name]:
-            faults.append(f"{where} is {list(tensor.shape)}, {CONFIG_FILE} says {list(expected[name])}")
+        shape = (config.vocab_size, config.d_model) if name == HEAD else expected.get(name)  # files may repeat a tied head
+        if shape is None:
+            fault = f"is not a weight of a {hf_form(config)} of {config.n_layer} layers"
+        elif tensor.shape != shape:
+            fault = f"is {list(tensor.shape)}, {CONFIG_FILE} says {list(shape)}"
         elif not tensor.dtype.startswith(("F", "BF")):
-            faults.append(f"{where} is of dtype {tensor.dtype}, must be floating point")
+            fault = f"is of dtype {tensor.dtype}, must be floating point"
         elif name in found:
-            faults.append(f"{where} repeats {found[name].name} of {found[name].file.name}; remove one of them")
-        found[name] = tensor
-    if missing := [name.removeprefix(PREFIXES[form]) for name in expected if name in required and name not in found]:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        faults.append(f"{folder}: lacks {', '.join(missing[:3])}{more}; copy or export it again")
-    if faults:
-        raise UsageError(*faults[:MAX_FAULTS])
+            fault = f"repeats {found[name].name} of {found[name].file.name}; remove one of them"
+        else:
+            found[name] = tensor
+            continue
+        raise UsageError(f"{tensor.file}: {tensor.name} {fault}")
+    if missing := [name.removeprefix(prefix) for name in expected if name not in found]:
+        raise UsageError(f"{folder}: lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}; copy or export it again")
     return found
 
 
-def _config(content: dict[str, Any], file: Path) -> GPTConfig:
-    """The model that a config.json describes. Raises UsageError unless it is a model of `model/gpt.py`."""
-    form = content.get("model_type")
-    if form not in list(ARCHITECTURES):  # a list, since a JSON value may be unhashable
-        raise UsageError(f"{file}: is a model of {str(form)[:60]!r}; only {', '.join(CLASSES.values())} can be read")
-    named = content.get("architectures") or [CLASSES[form]]
-    if not isinstance(named, list) or not all(name in (CLASSES[form], *HEADLESS) for name in named):
-        raise UsageError(f"{file}: is a model of {str(named)[:60]!r}; only {', '.join(CLASSES.values())} can be read")
-    if "quantization_config" in content:
-        raise UsageError(f"{file}: its weights are quantized, which is not supported; give the folder they were made from")
-    faults = [
-        f"{file}: {key} is {json.dumps(content[key])}, must be {json.dumps(allowed[0])}"
-        for key, allowed in MUST_BE[form].items()
-        if key in content and content[key] is not None and content[key] not in allowed
-    ]
+def _config(content: dict[str, Any]) -> GPTConfig:
+    """The model that a config.json describes. Raises ValueError unless it is a model of `model/gpt.py`."""
+    form, named = content.get("model_type"), content.get("architectures")
+    if form not in list(ARCHITECTURES) or not set(named or ()) <= {CLASSES[form], *HEADLESS}:  # a list: a JSON value may be unhashable
+        raise ValueError(f"is a model of {str(named or form)[:60]!r}; only {', '.join(CLASSES.values())} can be read")
+    for key, allowed in (MUST_BE[form] | {"quantization_config": (None,)}).items():
+        if content.get(key) is not None and content[key] not in allowed:
+            raise ValueError(f"{key} is {json.dumps(content[key])[:60]}, must be {json.dumps(allowed[0])}")
     own = ARCHITECTURES[form] | ABSENT.get(form, {})
     own |= {ours: content[theirs] for ours, theirs in CONFIG_KEYS[form].items() if content.get(theirs) is not None}
     for ours in SIZES:
         if type(own.get(ours)) is not int:
             theirs = CONFIG_KEYS[form][ours]
-            faults.append(f"{file}: {theirs} is {json.dumps(content.get(theirs))}, must be a whole number; copy or export the folder again")
+            raise ValueError(f"{theirs} is {json.dumps(content.get(theirs))}, must be a whole number; copy or export the folder again")
     if form != "gpt2":
-        faults += [f"{file}: {fault}" for fault in _read_rotary(content, own)]
+        # transformers 5 has `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`, which transformers 5 still prefers.
+        rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", content.get("rope_theta"))
+        own["rope_theta"] = own["rope_theta"] if theta is None else theta
+        if rope.get("rope_type", rope.get("type", "default")) != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"its rotary positions are {json.dumps(rope)[:120]}; only the default type, of whole heads, is supported")
     if form == "llama" and content.get("mlp_bias", False) is not own["bias"]:
-        faults.append(f"{file}: mlp_bias and attention_bias differ, and here all linear layers have biases or none has")
-    if faults:
-        raise UsageError(*faults)
-    try:
-        return GPTConfig(**own, document_end=content.get("document_end"))  # our key: transformers keeps unknown keys
-    except (ValueError, TypeError) as reason:  # a number out of range, or none
-        raise UsageError(f"{file}: {reason}") from None
-
-
-def _read_rotary(content: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Read `rope_theta` into `own`. Returns the faults: rotary positions that `model/gpt.py` does not support."""
-    # transformers 5 has `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`, which transformers 5 still prefers.
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        return [f"rope_parameters is {json.dumps(rope)[:60]}, must be an object"]
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        return [f"its rotary positions are scaled (rope_type {json.dumps(kind)}), which is not supported"]
-    theta = rope.get("rope_theta", content.get("rope_theta"))
-    own["rope_theta"] = own["rope_theta"] if theta is None else theta
-    return [] if rope.get("partial_rotary_factor", 1.0) == 1.0 else ["it rotates a part of each head only, which is not supported"]
+        raise ValueError("mlp_bias and attention_bias differ, and here all linear layers have biases or none has")
+    return GPTConfig(**own, document_end=content.get("document_end"))  # our key: transformers keeps unknown keys
 
 
 def _files(folder: Path) -> list[Path]:
@@ -231,8 +207,4 @@ def _files(folder: Path) -> list[Path]:
     weight_map = read_json_object(index, "copy or export the folder again").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) and "/" not in name for name in weight_map.values()):
         raise UsageError(f"{index}: weight_map must be an object of file names; copy or export the folder again")
-    files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
-    missing = [file for file in files if not os.path.isfile(file)]  # Path.is_file raises for names that no file can have
-    if missing:
-        raise UsageError(*(f"{file}: missing, but {index.name} lists it; copy or export the folder again" for file in missing[:MAX_FAULTS]))
-    return files
+    return [folder / name for name in dict.fromkeys(weight_map.values())]

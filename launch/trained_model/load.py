@@ -21,17 +21,13 @@ from launch.errors import UsageError, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, newest_good, read_state, verify
 from launch.formats.deepspeed_files import fill_from_checkpoint
 from launch.formats.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_folder
-from launch.formats.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
+from launch.formats.hf_folder import HFFolder, open_hf_folder
 from launch.formats.metrics import model_of_run, read_run_json
 from launch.formats.tensor_files import is_finite
 from model.gpt import GPT
 from model.presets import GPTConfig
 
 FIX = "give a run folder, such as runs/first, or a Hugging Face folder of a GPT-2, Llama or Qwen3"
-
-
-class UnfinishedRun(UsageError):
-    """The run is unfinished, and no checkpoint was named."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +107,12 @@ def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str
         UsageError: one line: neither of the two, an unfinished run, files that are missing, damaged or of another model.
     """
     folder = Path(source)
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "no such folder"
-        raise UsageError(f"{folder}: {found}; {FIX}")
     if (folder / "run.json").exists():
         return _open_run(folder, checkpoint, data)
-    if checkpoint is not None:
-        raise UsageError(f"--checkpoint {checkpoint}: {folder} is not a run folder; leave it out")
-    if not (folder / CONFIG_FILE).exists():
-        raise UsageError(f"{folder}: holds neither run.json nor {CONFIG_FILE}; {FIX}")
-    if data is not None:
-        raise UsageError(f"--data {data}: is for a run, and {folder} has its own tokenizer; leave it out")
-    hf = open_hf_folder(folder)
+    hf = open_hf_folder(folder, FIX)
+    for flag, value in (("--checkpoint", checkpoint), ("--data", data)):
+        if value is not None:
+            raise UsageError(f"{flag} {value}: is for a run, and {folder} is none; leave it out")
     tokenizer, why = tokenizer_of_folder(hf)
     eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
     eot = eot if eot is not None and 0 <= eot < hf.config.vocab_size else None
@@ -170,10 +160,9 @@ def _choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | N
     state = read_state(chosen)
     total = description["total_tokens"]
     if asked is None and state["tokens"] < total:
-        raise UnfinishedRun(
-            *faults,
-            f"{folder}: an unfinished run, at {state['tokens']:,} of {total:,} tokens; use --checkpoint {chosen.name}, or --resume it",
-        )
+        at = f"{state['tokens']:,} of {total:,} tokens"
+        fix = f"use --checkpoint {chosen.name} (for --against, export it), or --resume it"
+        raise UsageError(*faults, f"{folder}: an unfinished run, at {at}; {fix}")
     for fault in faults:
         print_once(f"warning: skipped a damaged checkpoint: {fault}", sys.stderr)
     return chosen, state
@@ -188,12 +177,10 @@ def _corpus_of(description: dict[str, Any], data: str | Path | None) -> tuple[Co
     path = given if given.exists() or given.is_absolute() or data is not None else ROOT / given
     try:
         corpus = open_corpus(path)
+        if corpus.fingerprint != description.get("corpus_fingerprint"):
+            raise DataError(f"{path}: is not the corpus on which the run was trained")
     except DataError as reason:
         if data is not None:
             raise
         return None, None, f"the run's corpus cannot be opened ({reason}); give its new place with --data"
-    if corpus.fingerprint != description.get("corpus_fingerprint"):
-        if data is not None:
-            raise UsageError(f"--data {data}: is not the corpus on which the run was trained; prepare that one again")
-        return None, None, f"{path} is no longer the corpus on which the run was trained; give its new place with --data"
     return corpus, *tokenizer_of_corpus(corpus)

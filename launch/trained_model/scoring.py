@@ -18,18 +18,15 @@ from tqdm import tqdm
 
 from data_pipeline.loader import Loader
 from data_pipeline.shards import Corpus, Split, open_corpus
-from data_pipeline.tokenizer import Tokenizer
 from launch.config.hardware import device_type
 from launch.errors import UsageError, print_once
 from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus
 from launch.trained_model.flags import DTYPES
-from launch.trained_model.load import TrainedModel, UnfinishedRun, open_trained
+from launch.trained_model.load import TrainedModel, open_trained
 from model.gpt import GPT
 
 #: Tokens of a forward pass. On a CPU the fp32 logits of 2,048 tokens and 50,304 ids take 412 MB; a GPU needs larger passes.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-#: Tokens decoded at a time to count the bytes of a text whose corpus has not counted them.
-DECODED_TOKENS = 1 << 20
 
 
 class Estimate(NamedTuple):
@@ -54,7 +51,7 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
     seq_len = trained.config.seq_len
     total = split.windows(seq_len)
     windows = min(flags.windows or total, total)
-    n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])  # first: a damaged text is found before minutes of scoring
+    n_bytes = corpus.manifest["splits"][split.name].get("bytes") or None  # nanoGPT's corpora do not count them
     start = time.monotonic()
     losses = _losses(trained, corpus, split, windows, flags)
     found = estimate(losses)
@@ -93,11 +90,7 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _open_other(source: str, trained: TrainedModel, corpus: Corpus) -> tuple[TrainedModel, list[str]]:
     """The model of `--against`, and notes. Raises UsageError if it cannot read the windows of `trained` in `corpus`."""
-    try:
-        other = open_trained(source)
-    except UnfinishedRun:
-        fix = f"export a checkpoint of it: python launch/export.py {source} --checkpoint newest --out DIR"
-        raise UsageError(f"--against {source}: must be a finished run or an exported folder; {fix}") from None
+    other = open_trained(source)
     _, notes = _corpus(other, corpus.path, f"--against {source}: {corpus.path}")
     if (theirs := other.config.seq_len) != (own := trained.config.seq_len):
         fix = "compare the bits per byte of the two models, each scored alone"
@@ -149,10 +142,6 @@ def _corpus(trained: TrainedModel, data: str | Path | None, where: str) -> tuple
         return corpus, []
     if corpus.vocab_size > vocab_size:
         raise UsageError(f"{where}: has {corpus.vocab_size:,} ids, but the model has {vocab_size:,}; use the model's tokenizer")
-    if trained.tokenizer is None and run is not None:
-        why = trained.no_tokenizer.partition(";")[0]
-        fix = f"launch/export.py {trained.folder} --data ITS_CORPUS --out DIR makes a folder with the tokenizer; score that"
-        raise UsageError(f"{where}: is not the run's corpus, and the run's tokenizer cannot be loaded ({why}); {fix}")
     own, reason = tokenizer_of_corpus(corpus)
     if trained.tokenizer is None or own is None:
         return corpus, [f"cannot tell whether {data} was made with the model's tokenizer: {trained.no_tokenizer or reason}"]
@@ -199,22 +188,3 @@ def estimate(losses: np.ndarray) -> Estimate:
         error, freedom = max(error, float(means.std(ddof=1)) / math.sqrt(batches)), batches - 1
     half = float(stats.t.ppf(0.975, freedom)) * error
     return Estimate(mean, error, (mean - half, mean + half))
-
-
-def text_bytes(corpus: Corpus, split: Split, tokenizer: Tokenizer | None) -> int | None:
-    """The bytes of the text of `split`, without ends of documents: from its manifest, otherwise decoded; None without a tokenizer."""
-    counted = corpus.manifest["splits"][split.name].get("bytes")
-    if isinstance(counted, int) and counted > 0:
-        return counted
-    if tokenizer is None:
-        return None
-    total, before = 0, np.empty(0, corpus.dtype)
-    pairs = split.windows(1)  # one begins at every token but the last
-    for start in range(0, pairs, DECODED_TOKENS):
-        rows = split.read(np.arange(start, min(start + DECODED_TOKENS, pairs)), 1)  # (pairs, 2)
-        ids = rows[:, 1] if start else np.concatenate([rows[0, :1], rows[:, 1]])
-        ids = np.concatenate([before, ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids])
-        # With the last tokens of the part before it, since a character may begin in one part and end in the next.
-        total += len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(before).encode())
-        before = ids[-8:]
-    return total or None
