@@ -21,13 +21,13 @@ from recipes.random_ltd.technique import reserved_length
 from tests.distributed.jobs import drops_block_1
 from tests.distributed.reference import (
     OfEachRank,
+    PublishedAdamW,
     PublishedLamb,
     PublishedMuon,
     PublishedOneBitAdam,
     PublishedOneBitLamb,
     PublishedZeroOneAdam,
     Step,
-    UncorrectedAdam,
     document_by_document,
     progressive_layer_drop,
     random_ltd,
@@ -176,7 +176,7 @@ ZERO_ONE_ADAM = Technique(
 )
 TECHNIQUES = {
     "plain": Technique([], base="", half=1e-2),
-    "Adam without bias correction": Technique(UNCORRECTED, optimizer=UncorrectedAdam),
+    "Adam without bias correction": Technique(UNCORRECTED, optimizer=PublishedAdamW, options={"corrects": False}),
     "a block without gradients": Technique([], job={"job": "pretrain_with", "technique": "DroppedBlock"}),
     "activation_checkpointing": Technique(CHECKPOINTED, base=""),
     "fused_kernels": Technique(section("fused_kernels", "auto"), base=""),
