@@ -6,7 +6,7 @@ GPUs (a rank needs one of its own).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ HALF_STAGES = 3e-3
 AT_STAGE_0 = ("lamb", "one_bit", "zero_one")
 
 
-def cells(every: Collection[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
+def cells(every: Sequence[tuple[Any, ...]], quick: Sequence[tuple[Any, ...]]) -> list[Any]:
     """All of both; what is not quick is left to `make test_all`."""
-    return [pytest.param(*cell, marks=[] if cell in quick else pytest.mark.long) for cell in dict.fromkeys((*quick, *every))]
+    rest = [cell for place, cell in enumerate(every) if cell not in quick and cell not in every[:place]]
+    return [*quick, *(pytest.param(*cell, marks=pytest.mark.long) for cell in rest)]
 
 
 @pytest.fixture
