@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from launch.config.flags import as_words
-from model.gpt import BlockRunner, run_all_blocks
+from model.gpt import GPT, BlockRunner, run_all_blocks
 from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length
@@ -121,6 +122,13 @@ def reshaped(step: int, windows: torch.Tensor) -> torch.Tensor:
     return torch.stack([window[start : start + length + 1] for window in windows for start in range(0, whole - length + 1, length)])
 
 
+def with_z_loss(model: GPT, windows: torch.Tensor, document_end: int) -> torch.Tensor:
+    """The cross-entropy of windows (B, T + 1), with the gradients of `AuxiliaryLoss` added."""
+    logits = model(windows[:, :-1]).float()
+    added = (0.01 * logits.logsumexp(-1) ** 2).mean()
+    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) + added - added.detach()
+
+
 def without_block_1(accumulation: int) -> Callable[[int, int], BlockRunner]:
     return lambda step, micro_step: run_all_but(1) if drops_block_1(step, micro_step, accumulation) else run_all_blocks
 
@@ -151,6 +159,7 @@ FREEZING: dict[str, Any] = {"options": {"freeze_step": FREEZE, "settle": settle}
 UNCORRECTED = section("optimizer.params.bias_correction", False)
 DOCUMENTS: dict[str, Any] = {"loss_of": document_by_document}
 
+ADDED = Technique([], {"loss_of": with_z_loss}, job={"job": "pretrain_with", "technique": "AuxiliaryLoss"})
 LTD = Technique(
     section("random_ltd", {"random_ltd_layer_id": LTD_LAYERS, "random_ltd_schedule": LTD_SCHEDULE}),
     {"runner_of": random_ltd(SEED, SIZES["seq_len"], LTD_LAYERS, functools.partial(reserved_length, schedule=LTD_SCHEDULE))},
@@ -179,6 +188,8 @@ TECHNIQUES = {
     "plain": Technique([], base="", half=1e-2),
     "Adam without bias correction": Technique(UNCORRECTED, optimizer=PublishedAdamW, options={"corrects": False}),
     "a block without gradients": Technique([], job={"job": "pretrain_with", "technique": "DroppedBlock"}),
+    "a loss of each token": ADDED,
+    "a loss of each token, fused": ADDED.also(section("fused_kernels", {"cross_entropy": True}), "plain"),
     "activation_checkpointing": Technique(CHECKPOINTED, base=""),
     "fused_kernels": Technique(section("fused_kernels", "auto"), base=""),
     "fused_kernels, compiled": Technique(COMPILED, base=""),
@@ -241,7 +252,7 @@ def expected(
     if technique.compresses:
         own["ranks"] = ranks
         more["accumulation"] = ranks * accumulation
-    if technique.job["job"] != "pretrain":
+    if technique.job.get("technique") == "DroppedBlock":
         more |= {"accumulation": accumulation, "runner_of": without_block_1(accumulation)}
     adam = functools.partial(technique.optimizer, **own)
     return reference_steps(corpus, SHAPES[model], STEPS, BATCH, technique.lr, WARMUP, SEED, clip=clip, skips=skips, adam=adam, **more)

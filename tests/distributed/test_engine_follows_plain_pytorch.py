@@ -64,6 +64,8 @@ QUICK = [
     ("plain", "wide", "stage 0", 1, 1),
     ("plain", "wide", "stage 3", 3, 2),
     ("plain", "llama", "stage 2", 3, 1),
+    *(("a loss of each token", "gpt2", f"stage {stage}", 3, 2) for stage in (0, 3)),
+    ("a loss of each token, fused", "gpt2", "stage 3", 3, 2),
     ("Adam without bias correction", "gpt2", "stage 3", 1, 2),
     ("fused_kernels, compiled", "gpt2", "stage 3", 1, 1),
     ("batch_size_warmup", "gpt2", "stage 3", 1, 2),
@@ -117,6 +119,8 @@ def test_losses_and_norms_are_those_of_plain_pytorch(name, model, form, accumula
     assert largest_difference(losses[:4], reference[:4]) <= exact
     assert largest_difference(losses, reference) <= (COMPRESSED_TOLERANCE if compressed else exact)
     assert lines[0]["grad_norm"] == pytest.approx(steps[0].norm, rel=1e-5)
+    if "norm" in lines[0]:  # of the gradients that a technique sees
+        assert [line["norm"] for line in lines] == pytest.approx([step.norm for step in steps], rel=1e-4)
     for line in lines:
         acts = technique.metrics(line["step"]) | ({"compressed": 0, "exchanged": 0} if ranks == 1 else {})
         assert all(line[key] == value for key, value in acts.items() if key in line)
