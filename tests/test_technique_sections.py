@@ -216,3 +216,21 @@ def test_the_documented_form_is_accepted(case):
 def test_one_rank_is_told_that_nothing_is_compressed(recipe):
     said = explained("--recipe", f"recipes/{recipe}", "--data", "no/corpus")
     assert any("one rank sends nothing" in note for note in said["notes"])
+
+
+DATA_EFFICIENCY = {
+    "random_ltd is read at the top level only; move it to random_ltd": ("data_routing", {"random_ltd": {"enabled": True}}),
+    "curriculum_metrics is read at the top level only; move it to curriculum_learning": (
+        "data_sampling",
+        {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {"min_difficulty": 64}}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DATA_EFFICIENCY)
+def test_a_section_in_data_efficiency_is_told_its_place(words):
+    place, section = DATA_EFFICIENCY[words]
+    run = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--data", "no/corpus", "--set"]
+    on, off = (f"data_efficiency={json.dumps({'enabled': True, place: {'enabled': is_on, **section}})}" for is_on in (True, False))
+    assert words in refusal(*run, on).replace("'", "")
+    assert explained(*run, off)["techniques"] == []

@@ -70,10 +70,9 @@ QUICK = [
     ("fused_kernels, compiled", "gpt2", "stage 3", 1, 1),
     ("batch_size_warmup", "gpt2", "stage 3", 1, 2),
     ("curriculum_learning, reshaped", "gpt2", "stage 0", 1, 2),
-    ("no_cross_document", "gpt2", "stage 3", 3, 2),
+    ("no_cross_document", "gpt2", "stage 0", 3, 2),
     ("progressive_layer_drop", "gpt2", "stage 3", 3, 2),
     ("random_ltd, checkpointed", "qwen3", "stage 3", 3, 2),
-    ("random_ltd, no_cross_document", "gpt2", "stage 0", 3, 2),
     ("lamb", "gpt2", "stage 0", 3, 1),
     ("lamb, limited", "gpt2", "stage 0", 1, 2),
     ("muon", "gpt2", "stage 0", 3, 1),
@@ -144,7 +143,7 @@ HALF = [
     ),
 ]
 QUICK_HALF = [
-    ("progressive_layer_drop", "gpt2", "stage 3", "bf16"),
+    ("progressive_layer_drop", "gpt2", "stage 0", "bf16"),
     ("fused_kernels", "gpt2", "stage 0", "bf16"),
     *((name, "gpt2", "stage 0", "bf16") for name in ("lamb", "muon", "one_bit_adam", "zero_one_adam")),
 ]
