@@ -16,7 +16,7 @@ from model.accounting import WIDTH, parameter_count
 from model.gpt import GPT
 from recipes.blocks import blocks
 from recipes.compressed_all_reduce import CompressedAllReduce
-from recipes.optimizers import ADAM_KEYS, require_stage_0
+from recipes.optimizers import ADAM_KEYS, adam_arguments, require_stage_0
 from recipes.technique import Declaration, RunSettings, StepWork, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
@@ -233,6 +233,9 @@ class CompressedTechnique(Technique):
     auto_share = 0.2
     #: Without the compression errors, which `__init__` adds.
     optimizer_tensors: float = 2
+    optimizer_class: type[CompressedOptimizer]
+    #: What a checkpoint of other ranks loses besides the compression errors, for the note.
+    also_lost = ""
 
     def __init__(self, section: dict[str, Any], run: RunSettings):
         self.params, self._ranks, name = section, run.ranks, self.declaration.name
@@ -268,12 +271,12 @@ class CompressedTechnique(Technique):
     def prepare(self, model: GPT) -> None:
         self._model = model
 
-    @abstractmethod
-    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedOptimizer:
-        """The optimizer for `param_groups` with the values of `self.params`."""
+    def optimizer_options(self) -> dict[str, Any]:
+        """What `optimizer_class` takes beside the arguments of Adam."""
+        return {}
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        self._optimizer = self.build_optimizer(param_groups)
+        self._optimizer = self.optimizer_class(param_groups, *adam_arguments(self.params), **self.optimizer_options())
         # By index, because in bf16 and fp16 the engine replaces the model's parameters in the groups with fp32 copies.
         self._place = {id(p): place for place, p in enumerate(p for group in param_groups for p in group["params"])}
         return self._optimizer
@@ -307,7 +310,8 @@ class CompressedTechnique(Technique):
                 getattr(self._optimizer.reduction, name).copy_(state[name])
 
     def discard_state(self, reason: str) -> None:
-        self._note(f"the errors of the compression start at zero: {reason}" if self._ranks > 1 else f"nothing is compressed: {reason}")
+        lost = "the errors of the compression start at zero" if self._ranks > 1 else "nothing is compressed"
+        self._note(f"{lost}{self.also_lost}: {reason}")
 
     def _note(self, text: str) -> None:
         self.notes = (*self.notes, f"{self.declaration.name}: {text}")

@@ -77,16 +77,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Pools:
-    """Pools of ranks by size, each started when it is first asked for and kept for the whole session.
-
-    Attributes:
-        few: two ranks, or one where there is one GPU: for tests to which the number does not matter.
-    """
+    """Pools of ranks by size, each started when it is first asked for and kept for the whole session."""
 
     def __init__(self, device: str) -> None:
-        from tests.distributed.ranks import gpus
-
-        self.device, self.few = device, min(2, gpus()) if device == "cuda" else 2
+        self.device = device
         self._exit = contextlib.ExitStack()
         self._pools: dict[int, Any] = {}
 
@@ -120,12 +114,6 @@ def one_rank(pools):
 def two_ranks(pools):
     """A pool of two ranks."""
     return pools.of(2)
-
-
-@pytest.fixture(scope="session")
-def few_ranks(pools):
-    """A pool of two ranks, or of one where there is one GPU."""
-    return pools.of(pools.few)
 
 
 @pytest.fixture(scope="session")

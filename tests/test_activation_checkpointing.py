@@ -45,12 +45,12 @@ def test_the_bounds_of_the_docstring():
         *(pytest.param(f"zero{stage}_bf16", marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
     ],
 )
-def test_losses_are_those_without_it(config, few_ranks, corpus, tmp_path):
+def test_losses_are_those_without_it(config, two_ranks, corpus, tmp_path):
     """With dropout, whose masks the recomputation must draw again; bit for bit, in training and in evaluation."""
 
     def train(name: str, *sets: str) -> list[tuple]:
         run = flags(corpus, tmp_path, config, name, "--dropout", "0.1", sets=sets)
-        lines = few_ranks.train(run)
+        lines = two_ranks.train(run)
         return [(line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines]
 
     plain = train("plain")

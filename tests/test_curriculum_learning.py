@@ -10,7 +10,6 @@ import pytest
 from recipes.curriculum_learning.technique import length_at, stages
 from tests import helpers
 from tests.commands import run_script
-from tests.helpers import ROOT
 
 LINEAR = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
 LINEAR |= {"schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}
@@ -103,17 +102,6 @@ def test_the_number_of_lengths_is_said_and_takes_no_walk_over_the_steps():
     assert "15 lengths" in note
     assert late.startswith("curriculum_learning: the last stage of its schedule begins at step ")
     assert late.endswith("and the run ends at step 8,000")  # 1,000 steps of 128 tokens a sequence, at 16
-
-
-def test_the_section_of_data_efficiency_is_refused_with_its_place(tmp_path):
-    learning = {"enabled": True, "curriculum_metrics": {"seqlen": {"min_difficulty": 64, "max_difficulty": 1024}}}
-    section = {"enabled": True, "seed": 1234, "data_sampling": {"enabled": True, "num_workers": 0, "curriculum_learning": learning}}
-    values = json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | {"data_efficiency": section}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(values, indent=2))
-    done = helpers.explain("--deepspeed_config", str(file))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "curriculum_metrics' is read at the top level only; move it to 'curriculum_learning'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from launch.config.run_config import resolve
-from launch.errors import UsageError
 from model.accounting import flops_per_token
 from model.presets import ARCHITECTURES, GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
 from recipes.registry import make_techniques
 from recipes.technique import StepWork, whole_step
-from tests.helpers import ROOT, config_of
+from tests.helpers import config_of
 
 
 def schedule(least: int, most: int, steps: int, multiple: int) -> dict:
@@ -176,31 +174,3 @@ def test_metrics_follow_rows_that_a_curriculum_cuts():
     assert run.metrics() == {"reserved_length": 32, "kept_blocks": 4}
     run.on_step(2, StepWork(8, 1, 128))
     assert run.metrics()["reserved_length"] == 64
-
-
-#: DeepSpeed's documentation (docs/_pages/config-json.md, "Data Efficiency"), for a model of 24 blocks and 2,048 tokens.
-DOCUMENTED = {
-    "enabled": True,
-    "total_layer_num": 24,
-    "random_ltd_layer_num": 22,
-    "random_ltd_layer_id": list(range(1, 23)),
-    "model_mask_name": "attention_mask",
-    "model_type": "decoder",
-    "hidden_state_order": "seq_batch_dim",
-    "random_ltd_schedule": schedule(128, 2048, 200_000, 16),
-}
-
-
-def with_section(folder: Path, values: dict) -> list[str]:
-    """The flags of a run whose JSON has `values` beside those of ZeRO-1."""
-    file = folder / "documented.json"
-    file.write_text(json.dumps(json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | values))
-    return ["--deepspeed_config", str(file), "--preset", "gpt3-1.3b", "--tokens", "300000000000", "--explain"]
-
-
-def test_the_documented_section_is_refused_in_data_efficiency(tmp_path):
-    section = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": DOCUMENTED}}
-    with pytest.raises(UsageError, match="random_ltd' is read at the top level only; move it to 'random_ltd'"):
-        resolve(with_section(tmp_path, {"data_efficiency": section}))
-    section["data_routing"]["enabled"] = False
-    assert resolve(with_section(tmp_path, {"data_efficiency": section}))[0].techniques == {}

@@ -24,9 +24,9 @@ BETAS = "write two numbers from 0 to below 1"
 #: Recipe -> settings, several of them separated by a space -> words of the message, without quotation marks.
 REFUSED: dict[str, dict[str, str]] = {
     "lamb": {
-        "max_coeff=0": "is 0; max_coeff must be above 0",
+        "max_coeff=0": "is 0; max_coeff must be above 0 and at least min_coeff",
         "max_coeff=-1": "is -1; write 0 or more",
-        "min_coeff=11": "is 11; max_coeff must be above 0 and at least min_coeff",
+        "min_coeff=11": "is 10; max_coeff must be above 0 and at least min_coeff",
         "min_coeff=1e7": "write 1000000 or less",
         "max_coeff=Infinity": "must be finite and below 2^63",
         'max_coeff="auto"': '"auto" has no meaning here',
@@ -34,8 +34,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "lr=0": "is 0",
     },
     "one_bit_lamb": {
-        "factor_max=0": "is 0; factor_max must be above 0",
-        "factor_min=5": "is 5; factor_max must be above 0 and at least factor_min",
+        "factor_max=0": "is 0; factor_max must be above 0 and at least factor_min",
+        "factor_min=5": "is 4; factor_max must be above 0 and at least factor_min",
         "factor_threshold=-0.1": "is -0.1; write 0 or more",
         "coeff_beta=1": "is 1; write 0.999999 or less",
     },
@@ -67,9 +67,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "schedule_type=cubic": 'write one of "fixed_linear", "fixed_root", "fixed_discrete"',
         "schedule_type=fixed_root": "root_degree must be a number above 0",
         "schedule_config.root_degree=2": "has no effect with fixed_linear",
-        'schedule_type=fixed_discrete schedule_config={"difficulty":[8,16],"max_step":[3,5]}': "needs one step fewer than lengths",
-        'schedule_type=fixed_discrete schedule_config={"difficulty":[8,16,32],"max_step":[5,3]}': "must rise",
-        'schedule_type=fixed_discrete schedule_config={"difficulty":[8,160],"max_step":[5]}': "lie from 1 to the models seq_len, 128",
+        'schedule_type=fixed_discrete schedule_config={"difficulty":[8,16],"max_step":[3,5]}': "one rising step fewer",
+        'schedule_type=fixed_discrete schedule_config={"difficulty":[8,16,32],"max_step":[5,3]}': "one rising step fewer",
+        'schedule_type=fixed_discrete schedule_config={"difficulty":[8,160],"max_step":[5]}': "lengths from 1 to seq_len, 128",
     },
     "random_ltd": {
         "random_ltd_layer_id=[1,4]": "random_ltd_layer_id is [1, 4]; name some of the blocks 0 to 3, each once",
@@ -216,3 +216,21 @@ def test_the_documented_form_is_accepted(case):
 def test_one_rank_is_told_that_nothing_is_compressed(recipe):
     said = explained("--recipe", f"recipes/{recipe}", "--data", "no/corpus")
     assert any("one rank sends nothing" in note for note in said["notes"])
+
+
+DATA_EFFICIENCY = {
+    "random_ltd is read at the top level only; move it to random_ltd": ("data_routing", {"random_ltd": {"enabled": True}}),
+    "curriculum_metrics is read at the top level only; move it to curriculum_learning": (
+        "data_sampling",
+        {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {"min_difficulty": 64}}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DATA_EFFICIENCY)
+def test_a_section_in_data_efficiency_is_told_its_place(words):
+    place, section = DATA_EFFICIENCY[words]
+    run = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--data", "no/corpus", "--set"]
+    on, off = (f"data_efficiency={json.dumps({'enabled': True, place: {'enabled': is_on, **section}})}" for is_on in (True, False))
+    assert words in refusal(*run, on).replace("'", "")
+    assert explained(*run, off)["techniques"] == []

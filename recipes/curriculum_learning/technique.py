@@ -115,17 +115,12 @@ class CurriculumLearning(Technique):
             raise ValueError(f"{name}.{stray[0]}' has no effect with {kind}, whose keys are {', '.join(ALLOWED[kind])}; leave it out")
         section, given = without_auto(section), without_auto(section.get("schedule_config", {}))
         if kind == "fixed_discrete":
-            lengths, ends = given.get("difficulty"), given.get("max_step")
-            if not lengths or ends is None or len(lengths) != len(ends) + 1:
+            lengths, ends = given.get("difficulty", []), given.get("max_step", [])
+            rises = sorted(lengths) == lengths and all(before < end for before, end in pairwise([0, *ends]))
+            if not rises or len(lengths) != len(ends) + 1 or not 1 <= lengths[0] <= lengths[-1] <= self.seq_len:
                 raise ValueError(
-                    f"{name}.difficulty' has {len(lengths or ())} lengths and max_step has {len(ends or ())} steps; fixed_discrete needs"
-                    ' one step fewer than lengths, such as "difficulty": [64, 128, 256], "max_step": [100, 200]'
-                )
-            if any(end <= before for before, end in pairwise([0, *ends])):
-                raise ValueError(f"{name}.max_step' is {ends}; the steps must rise from 1 on")
-            if sorted(lengths) != lengths or not 1 <= lengths[0] <= lengths[-1] <= self.seq_len:
-                raise ValueError(
-                    f"{name}.difficulty' is {lengths}; lengths must not fall, and lie from 1 to the model's seq_len, {self.seq_len}"
+                    f"{name}.difficulty' is {lengths} and max_step {ends}; fixed_discrete needs lengths from 1 to seq_len,"
+                    f" {self.seq_len}, that do not fall, and one rising step fewer, such as [64, 128, 256] and [100, 200]"
                 )
             schedule = {"difficulty": [int(length) for length in lengths], "max_step": [int(end) for end in ends]}
             return {"min_difficulty": lengths[0], "max_difficulty": lengths[-1], "schedule_type": kind, "schedule_config": schedule}

@@ -59,10 +59,9 @@ class Fp8(Technique):
             raise ValueError(f"'fp8' is for bf16 runs, and this run is in {run.precision}; use the bf16 JSON of the same stage")
         for name, sides in block_tensors(run.shape).items():
             if len(sides) == 2 and any(side % MULTIPLE for side in sides):
-                wide = run.shape.d_model % MULTIPLE
-                flags = "--d_model" if wide else "--d_ff" if name.startswith("mlp") else "--d_head, --n_head or --n_kv_head"
                 raise ValueError(
-                    f"'fp8' needs matrices whose sides are multiples of {MULTIPLE}, but {name} is {sides[0]} x {sides[1]}; change {flags}"
+                    f"'fp8' needs matrices whose sides are multiples of {MULTIPLE}, but {name} is {sides[0]} x {sides[1]};"
+                    " change --d_model, --d_ff or the heads"
                 )
         if run.zero_stage == 3 and "activation_checkpointing" not in run.techniques:
             # torchao's layers save the gathered weight, which stays on the device until their backward pass.

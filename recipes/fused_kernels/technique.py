@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -38,8 +39,13 @@ COMPONENTS = {
     "swiglu": ("mlp", "swiglu"),
     "rotary": ("positions", "rotary"),
 }
-#: Kernels from Liger-Kernel, for CUDA only.
-LIGER_KERNELS = ("layer_norm", "rms_norm", "swiglu", "rotary")
+#: Kernels from Liger-Kernel, for CUDA only: where it is in `liger_kernel.ops`, and what is used on another device.
+LIGER_KERNELS = {
+    "layer_norm": ("layer_norm.LigerLayerNormFunction", "torch's is one kernel already"),
+    "rms_norm": ("rms_norm.LigerRMSNormFunction", "torch's operations are used"),
+    "swiglu": ("swiglu.LigerFusedGateUpSiLUMulFunction", "torch's operations are used"),
+    "rotary": ("rope.LigerRopeFunction", "torch's operations are used"),
+}
 #: Components that only torch.compile fuses on a CPU.
 FUSED_BY_COMPILE = ("rms_norm", "swiglu", "rotary")
 #: The command that installs Liger-Kernel, in the project's folder.
@@ -124,7 +130,9 @@ class FusedKernels(Technique):
         self.device = get_accelerator().device_name()
         self.notes = ()
         for name, asked in self.asked.items():
-            if asked:
+            if asked and name in LIGER_KERNELS:
+                self._use_liger(name, model)
+            elif asked:
                 getattr(self, f"_use_{name}")(model)
 
     # --- one kernel each ---------------------------------------------------------------------------------------------------------------
@@ -142,50 +150,29 @@ class FusedKernels(Technique):
         model.lm_head.loss = partial(linear_cross_entropy, kernel=kernel)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
 
-    def _can_use_liger(self, name: str, fallback: str) -> bool:
-        """Whether Liger-Kernel's kernel can be used; if not, note why. fallback: what is used instead on this device."""
+    def _use_liger(self, name: str, model: GPT) -> None:
+        """Use Liger-Kernel's kernel, or note why not."""
+        function, instead = LIGER_KERNELS[name]
         if self._compiles():
-            self._skip(name, "it is compiled with its block")
-        elif self.device != "cuda":
-            self._skip(name, f"{fallback} on a {self.device}, and Liger-Kernel's needs CUDA")
-        elif not _has_liger():
-            self._skip(name, f"liger-kernel is not installed ({INSTALL})")
-        elif lacking := _lacking_to_compile():  # Triton compiles what launches a kernel
-            self._skip(name, f"it needs {lacking}")
-        else:
-            self._say(name, "Liger-Kernel's")
-            return True
-        return False
-
-    def _use_layer_norm(self, model: GPT) -> None:
-        if self._can_use_liger("layer_norm", "torch's is one kernel already"):
-            from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # an optional dependency
-
-            for module in model.modules():
-                if isinstance(module, nn.LayerNorm):
-                    module.forward = _liger_layer_norm(module, LigerLayerNormFunction)  # type: ignore[method-assign]
-
-    def _use_rms_norm(self, model: GPT) -> None:
-        if self._can_use_liger("rms_norm", "torch's operations are used"):
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # an optional dependency
-
-            for module in model.modules():
-                if isinstance(module, nn.RMSNorm):
-                    module.forward = _liger_rms_norm(module, LigerRMSNormFunction)  # type: ignore[method-assign]
-
-    def _use_swiglu(self, model: GPT) -> None:
-        if self._can_use_liger("swiglu", "torch's operations are used"):
-            from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # an optional dependency
-
-            for block in cast("Iterable[Block]", model.h):
-                block.mlp.act.forward = LigerFusedGateUpSiLUMulFunction.apply
-
-    def _use_rotary(self, model: GPT) -> None:
-        if self._can_use_liger("rotary", "torch's operations are used"):
-            from liger_kernel.ops.rope import LigerRopeFunction  # an optional dependency
-
-            for block in cast("Iterable[Block]", model.h):
-                block.attn.rotate = partial(liger_rotate, LigerRopeFunction)
+            return self._skip(name, "it is compiled with its block")
+        if self.device != "cuda":
+            return self._skip(name, f"{instead} on a {self.device}, and Liger-Kernel's needs CUDA")
+        if not _has_liger():
+            return self._skip(name, f"liger-kernel is not installed ({INSTALL})")
+        if lacking := _lacking_to_compile():  # Triton compiles what launches a kernel
+            return self._skip(name, f"it needs {lacking}")
+        module, _, function = function.partition(".")
+        kernel = getattr(import_module(f"liger_kernel.ops.{module}"), function)  # an optional dependency
+        for part in model.modules():
+            if name == "layer_norm" and isinstance(part, nn.LayerNorm):
+                part.forward = _liger_layer_norm(part, kernel)  # type: ignore[method-assign]
+            elif name == "rms_norm" and isinstance(part, nn.RMSNorm):
+                part.forward = _liger_rms_norm(part, kernel)  # type: ignore[method-assign]
+            elif name == "swiglu" and isinstance(part, Block):
+                part.mlp.act.forward = kernel.apply
+            elif name == "rotary" and isinstance(part, Block):
+                part.attn.rotate = partial(liger_rotate, kernel)
+        self._say(name, "Liger-Kernel's")
 
     def _use_gelu(self, model: GPT) -> None:
         if self._compiles():

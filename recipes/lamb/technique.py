@@ -28,13 +28,11 @@ def limits(section: dict[str, Any], least: str, most: str) -> tuple[float, float
     """The lower and the upper limit of a factor: the values of keys `least` and `most`.
 
     Raises:
-        ValueError: the upper limit is 0, or is below the lower limit; see `Technique.__init__`.
+        ValueError: the upper limit is 0 or below the lower limit; see `Technique.__init__`.
     """
     low, high = float(section[least]), float(section[most])
-    if not high:
-        raise ValueError(f"'optimizer.params.{most}' is 0; {most} must be above 0")
-    if low > high:
-        raise ValueError(f"'optimizer.params.{least}' is {low:g}; {most} must be above 0 and at least {least}, but is {high:g}")
+    if not low <= high > 0:
+        raise ValueError(f"'optimizer.params.{most}' is {high:g}; {most} must be above 0 and at least {least}, {low:g}")
     return low, high
 
 

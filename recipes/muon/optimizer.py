@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.adamw import adamw
+
+from recipes.optimizers import fused_adamw
 
 #: a, b, c of the quintic iteration a x + (b x x^T + c (x x^T)^2) x (Jordan et al., https://kellerjordan.github.io/posts/muon/).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -154,23 +155,7 @@ class Muon(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
             state["step"] = state["step"].to(parameter.device)  # `load_state_dict` may leave it on the CPU, but fused needs it here
-        beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"] * self._adam_rate,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        fused_adamw(parameters, states, [state["step"] for state in states], group, group["lr"] * self._adam_rate)
 
 
 def _rounds(matrices: list[Matrix]) -> Iterator[dict[int, Matrix]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.optim.adam import adam
 
 from recipes.one_bit import FreezingOptimizer
-from recipes.optimizers import LATE_STEP
+from recipes.optimizers import LATE_STEP, fused_adamw
 
 
 class CompressedAdam(FreezingOptimizer):
@@ -19,28 +18,11 @@ class CompressedAdam(FreezingOptimizer):
     """
 
     def _step_whole(self) -> None:
-        """torch's fused Adam, as in the control's runs."""
         for group in self.param_groups:
             parameters = group["params"]
-            # The kernel increments it.
             before = float(self._steps - 1) if self._bias_correction else LATE_STEP
-            adam(
-                parameters,
-                [parameter.grad for parameter in parameters],
-                [self.state[parameter]["exp_avg"] for parameter in parameters],
-                [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
-                [],
-                [torch.full((), before, device=parameter.device) for parameter in parameters],
-                fused=True,
-                decoupled_weight_decay=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            steps = [torch.full((), before, device=parameter.device) for parameter in parameters]
+            fused_adamw(parameters, [self.state[parameter] for parameter in parameters], steps, group, group["lr"])
 
     def _step_compressed(self) -> None:
         for group, parameter, momentum in self._momenta():

@@ -8,11 +8,8 @@ least until 0.19.6, for GPUs with cupy or MPI; here it is plain torch, on any ba
 
 from __future__ import annotations
 
-from typing import Any
-
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_adam.optimizer import CompressedAdam
-from recipes.optimizers import adam_arguments
 
 
 class OneBitAdam(FreezingTechnique):
@@ -27,6 +24,4 @@ class OneBitAdam(FreezingTechnique):
 
     declaration = declare("OneBitAdam", FREEZE_STEP)
     uncompressed = "Adam"
-
-    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedAdam:
-        return CompressedAdam(param_groups, *adam_arguments(self.params))
+    optimizer_class = CompressedAdam

@@ -13,7 +13,6 @@ from typing import Any
 from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, limits
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_lamb.optimizer import CompressedLamb
-from recipes.optimizers import adam_arguments
 from recipes.technique import RunSettings
 
 
@@ -44,6 +43,7 @@ class OneBitLamb(FreezingTechnique):
         LAMB_AUTO,
     )
     uncompressed = "LAMB"
+    optimizer_class = CompressedLamb
     #: At 0.2 the ratios are still changing; see README.md.
     auto_share = 0.3
     #: One more than 1-bit Adam: the variance of the reconstructed gradients.
@@ -55,16 +55,9 @@ class OneBitLamb(FreezingTechnique):
         self.factor_limits = limits(section, "factor_min", "factor_max")
         super().__init__(section, run)
 
-    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedLamb:
-        params = self.params
-        return CompressedLamb(
-            param_groups,
-            *adam_arguments(params),
-            limits=self.coefficient_limits,
-            coeff_beta=params["coeff_beta"],
-            factor_limits=self.factor_limits,
-            factor_threshold=params["factor_threshold"],
-        )
+    def optimizer_options(self) -> dict[str, Any]:
+        own = {key: self.params[key] for key in ("coeff_beta", "factor_threshold")}
+        return {"limits": self.coefficient_limits, "factor_limits": self.factor_limits, **own}
 
     def metrics(self) -> dict[str, float]:
         ratio = self._optimizer.trust_ratio if self._ds_engine is not None else None

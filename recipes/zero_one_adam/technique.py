@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.one_bit import CompressedTechnique, declare
-from recipes.optimizers import adam_arguments
 from recipes.technique import RunSettings, StepWork
 from recipes.zero_one_adam.optimizer import LocalStepAdam
 
@@ -86,6 +85,8 @@ class ZeroOneAdam(CompressedTechnique):
     declaration = declare("ZeroOneAdam", {key: {"types": ["integer"], "minimum": 1, "auto": True} for key in KEYS})
     #: Momentum, variance, and the updates since the last exchange.
     optimizer_tensors = 3
+    optimizer_class = LocalStepAdam
+    also_lost = "; local steps since the last exchange, if there were any, are lost"
     _optimizer: LocalStepAdam
 
     def __init__(self, section: dict[str, Any], run: RunSettings):
@@ -126,9 +127,6 @@ class ZeroOneAdam(CompressedTechnique):
         updates = self.schedule.variance_updates(steps)
         return updates, self.schedule.last_exchange(steps)[1] - updates
 
-    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
-        return LocalStepAdam(param_groups, *adam_arguments(self.params))
-
     def on_step(self, step: int, work: StepWork) -> StepWork:
         update = self._updates_before(step) + 1
         self.updates_variance, self.exchanges = self.schedule.updates_variance(update), self.schedule.exchanges(update)
@@ -150,12 +148,6 @@ class ZeroOneAdam(CompressedTechnique):
         wrapper = self._ds_engine.optimizer
         for half, full in zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True):
             torch._foreach_copy_([parameter.data for parameter in half], [parameter.data for parameter in full])
-
-    def discard_state(self, reason: str) -> None:
-        if self._ranks > 1:
-            self._note(f"the errors of the compression, and local steps since the last exchange if there were any, are lost: {reason}")
-        else:
-            self._note(f"nothing is compressed, and local steps since the last exchange, if there were any, are lost: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
         """The compression errors of this rank, and its local steps since the last exchange."""

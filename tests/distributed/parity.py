@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from launch.config.flags import as_words
-from model.gpt import BlockRunner, run_all_blocks
+from model.gpt import GPT, BlockRunner, run_all_blocks
 from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length
 from tests.distributed.jobs import drops_block_1
 from tests.distributed.reference import (
     OfEachRank,
+    PublishedAdamW,
     PublishedLamb,
     PublishedMuon,
     PublishedOneBitAdam,
     PublishedOneBitLamb,
     PublishedZeroOneAdam,
     Step,
-    UncorrectedAdam,
     document_by_document,
     progressive_layer_drop,
     random_ltd,
@@ -37,7 +38,8 @@ from tests.distributed.reference import (
 from tests.test_zero_one_adam import by_the_papers_rule
 
 STEPS, BATCH, LR, WARMUP, SEED = 30, 12, 5e-4, 3, 5
-SIZES = {"n_layer": 4, "n_head": 4, "d_model": 64, "seq_len": 32}
+#: Three blocks, so that at stages 1 and 2 the boundary between two ranks runs through a matrix of Muon's.
+SIZES = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 32}
 #: `wide` has 4 M parameters: large enough for the fp32 norm to go wrong. The llama and the qwen3 have 2 heads of keys and values; the llama
 #: has a head of its own, the qwen3 QK-norm.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -120,6 +122,13 @@ def reshaped(step: int, windows: torch.Tensor) -> torch.Tensor:
     return torch.stack([window[start : start + length + 1] for window in windows for start in range(0, whole - length + 1, length)])
 
 
+def with_z_loss(model: GPT, windows: torch.Tensor, document_end: int) -> torch.Tensor:
+    """The cross-entropy of windows (B, T + 1), with the gradients of `AuxiliaryLoss` added."""
+    logits = model(windows[:, :-1]).float()
+    added = (0.01 * logits.logsumexp(-1) ** 2).mean()
+    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) + added - added.detach()
+
+
 def without_block_1(accumulation: int) -> Callable[[int, int], BlockRunner]:
     return lambda step, micro_step: run_all_but(1) if drops_block_1(step, micro_step, accumulation) else run_all_blocks
 
@@ -137,19 +146,20 @@ BATCH_SIZES, BATCHES = {"min_batch_size": 4, "increment": 4, "warmup_tokens": 30
 CURRICULUM = {"min_difficulty": 8, "max_difficulty": 32, "schedule_type": "fixed_linear"}
 CURRICULUM |= {"schedule_config": {"total_curriculum_step": 20, "difficulty_step": 8}}
 DROPS = {"theta": 0.4, "gamma": 0.5}
-#: Not all of the middle blocks; 8 to 24 tokens in the first 20 steps, then all 32.
-LTD_LAYERS, LTD_SCHEDULE = [1, 3], {"min_value": 8, "max_value": 32, "schedule_config": {"require_steps": 20, "seq_per_step": 8}}
+#: Not all of the blocks; 8 to 24 tokens in the first 20 steps, then all 32.
+LTD_LAYERS, LTD_SCHEDULE = [1, 2], {"min_value": 8, "max_value": 32, "schedule_config": {"require_steps": 20, "seq_per_step": 8}}
 FREEZE = 10
 #: Renewals until step 10 that lie 1 and 2 steps apart; exchanges of each step until 14, of every second until 18, then of every fourth.
 ZERO_ONE = {"var_freeze_step": 10, "var_update_scaler": 3, "local_step_scaler": 4, "local_step_clipper": 4}
 RENEWED, EXCHANGED = map(frozenset, by_the_papers_rule(*ZERO_ONE.values(), steps=STEPS))
 #: wte and the head; the rows of queries, keys and values, and of gate and up.
-MODERN_MUON = {"adam_matrices": (0, 17), "parts": {128: (64, 32, 32), 512: (256, 256)}}
+MODERN_MUON = {"adam_matrices": (0, 13), "parts": {128: (64, 32, 32), 512: (256, 256)}}
 MUON_LR, LAMB_LR = 0.01, 0.05
 FREEZING: dict[str, Any] = {"options": {"freeze_step": FREEZE, "settle": settle}, "metrics": lambda update: {"compressed": update > FREEZE}}
 UNCORRECTED = section("optimizer.params.bias_correction", False)
 DOCUMENTS: dict[str, Any] = {"loss_of": document_by_document}
 
+ADDED = Technique([], {"loss_of": with_z_loss}, job={"job": "pretrain_with", "technique": "AuxiliaryLoss"})
 LTD = Technique(
     section("random_ltd", {"random_ltd_layer_id": LTD_LAYERS, "random_ltd_schedule": LTD_SCHEDULE}),
     {"runner_of": random_ltd(SEED, SIZES["seq_len"], LTD_LAYERS, functools.partial(reserved_length, schedule=LTD_SCHEDULE))},
@@ -176,8 +186,10 @@ ZERO_ONE_ADAM = Technique(
 )
 TECHNIQUES = {
     "plain": Technique([], base="", half=1e-2),
-    "Adam without bias correction": Technique(UNCORRECTED, optimizer=UncorrectedAdam),
+    "Adam without bias correction": Technique(UNCORRECTED, optimizer=PublishedAdamW, options={"corrects": False}),
     "a block without gradients": Technique([], job={"job": "pretrain_with", "technique": "DroppedBlock"}),
+    "a loss of each token": ADDED,
+    "a loss of each token, fused": ADDED.also(section("fused_kernels", {"cross_entropy": True}), "plain"),
     "activation_checkpointing": Technique(CHECKPOINTED, base=""),
     "fused_kernels": Technique(section("fused_kernels", "auto"), base=""),
     "fused_kernels, compiled": Technique(COMPILED, base=""),
@@ -240,7 +252,7 @@ def expected(
     if technique.compresses:
         own["ranks"] = ranks
         more["accumulation"] = ranks * accumulation
-    if technique.job["job"] != "pretrain":
+    if technique.job.get("technique") == "DroppedBlock":
         more |= {"accumulation": accumulation, "runner_of": without_block_1(accumulation)}
     adam = functools.partial(technique.optimizer, **own)
     return reference_steps(corpus, SHAPES[model], STEPS, BATCH, technique.lr, WARMUP, SEED, clip=clip, skips=skips, adam=adam, **more)

@@ -19,6 +19,9 @@ from recipes.progressive_layer_drop.technique import draws
 from recipes.random_ltd.technique import draw_positions
 from tests.helpers import config_of
 
+#: (variance, steps, beta2) -> the variance that stays.
+Settle = Callable[[torch.Tensor, int, float], torch.Tensor]
+
 
 def run_all_but(index: int) -> BlockRunner:
     """A block runner that leaves one block out, whose parameters then get no gradient."""
@@ -107,101 +110,79 @@ def document_by_document(model: GPT, windows: torch.Tensor, document_end: int) -
     return total / windows[:, 1:].numel()
 
 
-class UncorrectedAdam(torch.optim.Optimizer):
-    """AdamW without the correction of its moments' bias (Kingma and Ba, arXiv 1412.6980, section 3), written out."""
+class PublishedAdamW(torch.optim.Optimizer):
+    """AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, 1711.05101) in fp64, written out.
 
-    def __init__(self, params: Iterable[dict], lr: float, betas: tuple[float, float], eps: float):
+    corrects: whether the bias of the moments is corrected.
+    """
+
+    def __init__(self, params: Iterable[dict], lr: float, betas: tuple[float, float], eps: float, corrects: bool = True):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.corrects, self.steps = corrects, 0
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                m, v = self.state[p] = self.state[p] or (torch.zeros_like(p), torch.zeros_like(p))
-                m.lerp_(p.grad, 1 - group["betas"][0])
-                v.lerp_(p.grad**2, 1 - group["betas"][1])
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
+    def state_of(self, p: torch.Tensor, count: int) -> list[torch.Tensor]:
+        self.state[p] = self.state[p] or [torch.zeros_like(p, dtype=torch.float64) for _ in range(count)]
+        return self.state[p]
 
-
-class PublishedLamb(torch.optim.Optimizer):
-    """Algorithm 2 of arXiv 1904.00962 in fp64, written out. limits: of the trust ratio. corrects: whether the moments' bias is."""
-
-    def __init__(
-        self,
-        params: Iterable[dict],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        limits: tuple[float, float] = (0.01, 10.0),
-        corrects: bool = True,
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-        self.limits, self.corrects, self.steps = limits, corrects, 0
+    def direction(self, p: torch.Tensor, group: dict) -> torch.Tensor:
+        """What is taken from a parameter, over the learning rate."""
+        (m, v), (b1, b2) = self.state_of(p, 2), group["betas"]
+        m.mul_(b1).add_((1 - b1) * p.grad.double())
+        v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
+        biases = (1 - b1**self.steps, 1 - b2**self.steps) if self.corrects else (1.0, 1.0)
+        return m / biases[0] / ((v / biases[1]).sqrt() + group["eps"]) + group["weight_decay"] * p.double()
 
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
         for group in self.param_groups:
-            b1, b2 = group["betas"]
             for p in group["params"]:
-                m, v = self.state[p] = self.state[p] or tuple(torch.zeros_like(p, dtype=torch.float64) for _ in range(2))
-                m.mul_(b1).add_((1 - b1) * p.grad.double())
-                v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
-                biases = (1 - b1**self.steps, 1 - b2**self.steps) if self.corrects else (1.0, 1.0)
-                update = m / biases[0] / ((v / biases[1]).sqrt() + group["eps"]) + group["weight_decay"] * p.double()
-                p.sub_((group["lr"] * (_trust_ratio(p, update, self.limits) or 1.0) * update).to(p.dtype))
+                p.copy_(p.double() - group["lr"] * self.direction(p, group))
 
 
-class PublishedMuon(torch.optim.Optimizer):
-    """https://kellerjordan.github.io/posts/muon/ in fp64, beside AdamW for embeddings, the head and vectors.
+class PublishedLamb(PublishedAdamW):
+    """Algorithm 2 of arXiv 1904.00962. limits: of the trust ratio."""
 
-    scale: the factor of the rate of (rows, columns). adam: AdamW's rate over Muon's. fused: whether matrices that are one for speed are
-    one here. adam_matrices: which of the matrices AdamW trains, of a GPT-2 wte and wpe. parts: the rows of matrices of this many rows.
+    def __init__(self, *arguments: Any, limits: tuple[float, float] = (0.01, 10.0), **options: Any):
+        super().__init__(*arguments, **options)
+        self.limits = limits
+
+    def direction(self, p: torch.Tensor, group: dict) -> torch.Tensor:
+        update = super().direction(p, group)
+        return (_trust_ratio(p, update, self.limits) or 1.0) * update
+
+
+class PublishedMuon(PublishedAdamW):
+    """https://kellerjordan.github.io/posts/muon/, beside AdamW for embeddings, the head and vectors.
+
+    scale: the factor of the rate of (rows, columns). adam: AdamW's rate over Muon's. adam_matrices: the matrices that AdamW trains, of a
+    GPT-2 wte and wpe. parts: the rows of matrices of this many rows.
     """
 
     def __init__(
         self,
-        params: Iterable[dict],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
+        *arguments: Any,
         scale: Callable[[int, int], float] = lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
         adam: float = 1.0,
         nesterov: bool = True,
-        fused: bool = False,
         adam_matrices: Collection[int] = (0, 1),
         parts: Mapping[int, tuple[int, ...]] = {192: (64, 64, 64)},
+        **options: Any,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-        self.scale, self.adam, self.nesterov, self.steps = scale, adam, nesterov, 0
-        self.adam_matrices, self.parts = adam_matrices, {} if fused else parts
+        super().__init__(*arguments, **options)
+        self.scale, self.adam, self.nesterov, self.parts = scale, adam, nesterov, parts
+        matrices, _ = self.param_groups
+        self.hidden = {p for number, p in enumerate(matrices["params"]) if number not in adam_matrices}
 
-    @torch.no_grad()
-    def step(self) -> None:
-        self.steps += 1
-        matrices, vectors = self.param_groups
-        for number, p in enumerate(matrices["params"]):
-            (self.adamw if number in self.adam_matrices else self.muon)(p, matrices)
-        for p in vectors["params"]:
-            self.adamw(p, vectors)
-
-    def adamw(self, p: torch.Tensor, group: dict) -> None:
-        m, v = self.state[p] = self.state[p] or tuple(torch.zeros_like(p, dtype=torch.float64) for _ in range(2))
-        (b1, b2), rate = group["betas"], self.adam * group["lr"]
-        m.mul_(b1).add_((1 - b1) * p.grad.double())
-        v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
-        update = m / (1 - b1**self.steps) / ((v / (1 - b2**self.steps)).sqrt() + group["eps"]) + group["weight_decay"] * p.double()
-        p.sub_((rate * update).to(p.dtype))
-
-    def muon(self, p: torch.Tensor, group: dict) -> None:
-        (average,) = self.state[p] = self.state[p] or (torch.zeros_like(p, dtype=torch.float64),)
-        gradient = p.grad.double()
+    def direction(self, p: torch.Tensor, group: dict) -> torch.Tensor:
+        if p not in self.hidden:
+            return self.adam * super().direction(p, group)
+        (average,), gradient = self.state_of(p, 1), p.grad.double()
         average.mul_(0.95).add_(0.05 * gradient)
         update = 0.05 * gradient + 0.95 * average if self.nesterov else average
         parts = update.split(self.parts.get(len(p), len(p)))
         changes = [self.scale(*part.shape) * self.iterated(part) for part in parts]
-        p.copy_(p.double() * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * torch.cat(changes))
+        return torch.cat(changes) + group["weight_decay"] * p.double()
 
     @staticmethod
     def iterated(g: torch.Tensor) -> torch.Tensor:
@@ -266,22 +247,11 @@ class PublishedCompressed(OfEachRank):
     """Of arXiv 2102.02888 and 2104.06069, on one process in fp64: whole gradients for `freeze_step` steps; then the variance stays, and the
     ranks compress. On one rank nothing is compressed.
 
-    settle: (variance, steps, beta2) -> the variance that stays. corrects: whether the moments' bias is corrected.
+    corrects: whether the moments' bias is corrected.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        ranks: int,
-        freeze_step: int,
-        settle: Callable[[torch.Tensor, int, float], torch.Tensor] = lambda variance, steps, beta2: variance,
-        clips: bool = True,
-        corrects: bool = True,
-    ):
-        super().__init__(params, lr, betas, eps, ranks, clips)
+    def __init__(self, *arguments: Any, freeze_step: int, settle: Settle, corrects: bool = True, **options: Any):
+        super().__init__(*arguments, **options)
         self.freeze_step, self.settle, self.corrects = freeze_step, settle, corrects
         self.m, self.v = self.zeros(), self.zeros()
 
@@ -331,11 +301,10 @@ class PublishedOneBitAdam(PublishedCompressed):
 
 
 class PublishedOneBitLamb(PublishedCompressed):
-    """Algorithm 1 of arXiv 2104.06069. adapts: whether the ratio that stays is multiplied by a factor. limits: of the trust ratio."""
+    """Algorithm 1 of arXiv 2104.06069."""
 
-    def __init__(self, *arguments: Any, adapts: bool = True, limits: tuple[float, float] = (0.01, 10.0), **options: Any):
+    def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.adapts, self.limits = adapts, limits
         self.ratios: list[float | None] = [None] * len(self.parameters)
         self.factors = [1.0] * len(self.parameters)
         self.fresh: list[torch.Tensor] = []
@@ -349,7 +318,7 @@ class PublishedOneBitLamb(PublishedCompressed):
         whole = update + group["weight_decay"] * p.double()
         if self.frozen:
             return (self.ratios[place] or 1.0) * self.factor_of(place, update, whole, divisor, group) * whole
-        ratio, mean = _trust_ratio(p, whole, self.limits), self.ratios[place]
+        ratio, mean = _trust_ratio(p, whole, (0.01, 10.0)), self.ratios[place]
         if ratio is not None:
             self.ratios[place] = ratio if mean is None else 0.9 * mean + 0.1 * ratio
         return (ratio or 1.0) * whole
@@ -367,7 +336,7 @@ class PublishedOneBitLamb(PublishedCompressed):
             factor = factor * part + 1 - part
         last, factor = self.factors[place], min(max(factor, 0.5), 4.0)
         self.factors[place] = min(max(factor, 0.9 * last), 1.1 * last)
-        return self.factors[place] if self.adapts else 1.0
+        return self.factors[place]
 
 
 class PublishedZeroOneAdam(OfEachRank):

@@ -135,7 +135,7 @@ def test_adams_step_count_follows_the_parameter_to_its_device(monkeypatch):
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": {0: {"step": torch.tensor(3.0), **moments}}, "param_groups": groups})
     used = []
-    monkeypatch.setattr("recipes.muon.optimizer.adamw", lambda *lists, **_: used.extend(lists[5]))
+    monkeypatch.setattr("recipes.optimizers.adamw", lambda *lists, **_: used.extend(lists[5]))
     optimizer.step()
     assert [step.device for step in used] == [parameter.device]
 

@@ -142,17 +142,6 @@ def environment(process: psutil.Process) -> dict[str, str]:
     return {}
 
 
-def test_a_job_whose_node_fails_continues_on_another(slurm, corpus, tmp_path):
-    job = Job(slurm, corpus, tmp_path, "--time=10")
-    job.train(20)
-    node = job.field("NodeList")
-    kill_node(slurm, job.number, node)
-    job.start_again(1)
-    job.train(20)
-    assert job.field("NodeList") in {*NODES} - {node}
-    job.command("scancel", job.number)
-
-
 def test_a_job_that_loses_a_node_without_the_script_is_requeued(slurm, corpus, tmp_path):
     """The script starts the run again, also on the node that has failed, before Slurm knows."""
     job = Job(slurm, corpus, tmp_path, "--time=10", "--nodes=2", least=10)
@@ -175,25 +164,22 @@ def kill_node(slurm: dict[str, str], job: str, node: str) -> None:
         process.kill()
 
 
-def test_a_cancelled_job_is_not_requeued(slurm, corpus, tmp_path):
+def test_a_cancelled_and_a_failed_job_are_not_requeued(slurm, corpus, tmp_path):
+    (tmp_path / "failed").mkdir()
+    failed = Job(slurm, tmp_path / "no_corpus", tmp_path / "failed", *LIMIT)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while failed.field("JobState") != "FAILED":
+        assert time.monotonic() < deadline, failed.field("JobState")
+        time.sleep(0.5)
+    assert sum(line.startswith("0: error:") for line in failed.out.read_text().splitlines()) == 1
     job = Job(slurm, corpus, tmp_path, *LIMIT)
     job.train(5)
     job.command("scancel", job.number)
     job.wait_until(lambda: job.field("JobState") == "CANCELLED")
     job.wait_until(lambda: "stopped by SIGTERM" in (job.run / "log.txt").read_text())
     time.sleep(10.0)
-    assert job.field("JobState") == "CANCELLED" and job.field("Restarts") == "0"
+    assert [one.field(name) for one in (job, failed) for name in ("JobState", "Restarts")] == ["CANCELLED", "0", "FAILED", "0"]
     assert complete_checkpoints(job.run / "checkpoints")
-
-
-def test_a_failed_job_is_not_requeued(slurm, corpus, tmp_path):
-    job = Job(slurm, tmp_path / "no_corpus", tmp_path, *LIMIT)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while job.field("JobState") != "FAILED":
-        assert time.monotonic() < deadline, job.field("JobState")
-        time.sleep(0.5)
-    assert job.field("Restarts") == "0"
-    assert sum(line.startswith("0: error:") for line in job.out.read_text().splitlines()) == 1
 
 
 def test_a_run_whose_rank_is_killed_starts_again_in_its_allocation(slurm, corpus, tmp_path):

@@ -50,7 +50,7 @@ def test_a_run_compiles_no_more_after_its_first_steps(name, model, form, more, t
 
 
 def test_documents_are_evaluated_one_by_one_too(two_ranks, short_documents, tmp_path):
-    run = [*technique_flags("no_cross_document", short_documents, tmp_path), "--eval_every", "3", "--eval_batches", "1", "--steps", "3"]
+    run = [*technique_flags("no_cross_document", short_documents, tmp_path), "--eval_every", "4", "--eval_batches", "1", "--steps", "4"]
     lines = two_ranks.train(run)
     corpus = open_corpus(short_documents)
     loader = Loader(corpus.val, None, SIZES["seq_len"], corpus.vocab_size, 0, 1, torch.device("cpu"))

@@ -38,7 +38,8 @@ EVERY = [
 
 @pytest.mark.parametrize(("name", "form", "precision", "step"), cells(EVERY, QUICK))
 def test_a_resume_is_the_uninterrupted_run(name, form, precision, step, data, two_ranks, tmp_path):  # noqa: F811
-    run = [*technique_flags(name, data, tmp_path, form, 2, 1, precision), "--save_every", str(step), "--keep", "30", "--eval_every", "5"]
+    run = [*technique_flags(name, data, tmp_path, form, 2, 1, precision), "--save_every", str(step), "--keep", "30"]
+    run += ["--eval_every", "12", "--eval_batches", "1"]
     whole = two_ranks.train(run)
     rewind(tmp_path / "r", step)
     resumed = two_ranks.train([*run, "--resume"])

@@ -15,7 +15,7 @@ from recipes.progressive_layer_drop.technique import draws, keep_probabilities, 
 from recipes.random_ltd.technique import reserved_length
 from recipes.registry import make_techniques, technique_classes
 from recipes.technique import steps_of_run
-from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
+from tests.distributed.parity import largest_difference
 
 STEPS, BATCH, SEED = 6, 8, 7
 SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 64}
