@@ -165,7 +165,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     found = entry(tree)
     assert found["commit"] == compared.pairs[0].side.runs[0].description["commit"]
     (one,) = (cell for cell in recipe_pages.published() if cell.pair)
-    assert one.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
+    assert one.pair.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
     for name, figure in compared.pairs[0].figures.items():
         assert one.pair.figures[name].other == pytest.approx(figure.other, rel=1e-4), name
     page = (tree / "recipes" / RECIPE / "README.md").read_text()
@@ -229,7 +229,7 @@ def test_results_of_other_claims_are_not_judged(tree, make):
     publish.publish(make())
     change_claim(tree, 0.005)
     (one,) = (cell for cell in recipe_pages.published() if cell.entry)
-    assert one.pair is None and one.note == recipe_pages.OUTDATED
+    assert one.pair is None and recipe_pages.OUTDATED.capitalize() in recipe_pages.details(one.recipe, [one])
     recipe = json.loads((tree / "recipes" / RECIPE / "recipe.json").read_text())
     recipe["history"] = ["It was 0.01."]
     (tree / "recipes" / RECIPE / "recipe.json").write_text(json.dumps(recipe))

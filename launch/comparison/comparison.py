@@ -305,7 +305,7 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
     Raises:
         UsageError: there are reasons and no `force`.
     """
-    found: dict[tuple[Any, ...], str] = {}
+    found: dict[tuple[Any, ...], str] = {}  # of the runs with one control, a line per kind and value
     for runs in experiments:
         first = _basis_of_losses(runs[0])
         for run in runs:
@@ -314,9 +314,8 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
                     text = f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first[kind]}"
                     found.setdefault((runs[0].folder, kind, value), text)
     if found and not force:
-        fix = "give runs that agree, or --force, which marks the report"
-        vocabularies = f"{fix}; launch/score.py compares models of different vocabularies in bits per byte"
-        raise UsageError(*(f"{one}; {vocabularies if kind == 'vocabulary' else fix}" for (_, kind, _), one in found.items()))
+        fix = "give runs that agree, or --force, which marks the report (launch/score.py compares models in bits per byte)"
+        raise UsageError(*(f"{one}; {fix}" for one in found.values()))
     return tuple(found.values())
 
 
@@ -421,9 +420,7 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         for run in (control, own):
             if run.diverged or not run.finished:
                 sums = "" if run.finished else " and of sums over the run"
-                infinite = pair.verdicts and run.diverged and run is own and not control.diverged
-                judged = "; in claims about the loss it counts as infinite" if infinite else ""
-                why = f"{run.folder} {'diverged' if run.diverged else 'is unfinished'}{judged}"
+                why = f"{run.folder} {'diverged' if run.diverged else 'is unfinished'}"
                 yield f"seed {run.seed} is excluded from the difference of the final loss{sums}, because {why}"
     if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
         planned = f"{pair.experiment.seeds} seeds, from 1 on, all to their end, are planned on {pair.testbed.name}"
@@ -431,13 +428,11 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
     if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
-    if untimed := [run for runs in pair.runs for run in runs if run.timed_steps < MIN_TIMED_STEPS]:
-        run = min(untimed, key=lambda run: run.timed_steps)
-        yield (
-            f"times of seed {', '.join(map(str, sorted({run.seed for run in untimed})))} are not compared: {run.folder} has"
-            f" {run.timed_steps:.0f} timed steps, those after the first {WARM_UP_STEPS} of each start, and {MIN_TIMED_STEPS} are needed"
-        )
-    if not pair.interleaved and {run.seed for run in untimed} != {*pair.seeds}:
+    untimed = sorted({run.seed for runs in pair.runs for run in runs if run.timed_steps < MIN_TIMED_STEPS})
+    if untimed:
+        steps = f"{MIN_TIMED_STEPS} timed steps, those after the first {WARM_UP_STEPS} of each start"
+        yield f"times of seed {', '.join(map(str, untimed))} are not compared, because a run has fewer than {steps}"
+    if not pair.interleaved and untimed != [*pair.seeds]:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     for key, effect in (("machine", "in time and memory may come from the machine"), ("commit", "may come from the code")):
         if pair.differ_in(key):

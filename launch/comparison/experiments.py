@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import run_interleaved
-from launch.comparison.runs import read_run
+from launch.comparison.runs import Run, read_run
 from launch.comparison.trials import CannotRun, PairedTrials, Trial, corpus_command, fitting_groups, in_order, pair_trials
 from launch.config.flags import open_recipe
 from launch.config.hardware import device_type, gpus
@@ -82,10 +82,7 @@ def run_experiments(
             leave_out(recipe, reason)
     if not pairs:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
-    runs_dir = Path(flags.runs_dir)
-    failures = train_missing(flags, in_order(pairs), runs_dir)
-    names = {trial.name for one in pairs for trial in (*one.control, *one.own)}
-    runs = {name: read_run(runs_dir / name) for name in sorted(names) if (runs_dir / name / "run.json").exists()}
+    runs, failures = train_missing(flags, in_order(pairs))
     experiments = []
     for one in pairs:
         control, own_runs = ([runs[trial.name] for trial in trials if trial.name in runs] for trials in (one.control, one.own))
@@ -111,14 +108,11 @@ def testbed_named(name: str) -> Testbed:
 
 def check_corpus(testbed: Testbed) -> None:
     """Raises CannotRun if the testbed's corpus is missing, or has another tokenizer than the testbed states."""
-    folder = Path(testbed.flags["data"])
-    command = corpus_command(testbed)
-    manifest = folder / "manifest.json"
-    if not manifest.exists():
-        raise CannotRun(f"the corpus of {testbed.name}, {folder}, does not exist; make it: {command}")
-    found = read_json_object(manifest, f"make the corpus again: {command}").get("options", {}).get("tokenizer")
-    if found != testbed.corpus["tokenizer"]:
-        raise CannotRun(f"{folder} has the tokenizer {found}, not that of {testbed.name}; move it away, and make it again: {command}")
+    manifest, command = Path(testbed.flags["data"]) / "manifest.json", corpus_command(testbed)
+    options = read_json_object(manifest, f"make it again: {command}").get("options", {}) if manifest.exists() else {}
+    if options.get("tokenizer") != testbed.corpus["tokenizer"]:
+        found = f"has the tokenizer {options.get('tokenizer')}; move it away, and" if options else "does not exist;"
+        raise CannotRun(f"the corpus of {testbed.name}, {manifest.parent}, {found} make it: {command}")
 
 
 def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
@@ -165,13 +159,20 @@ def share_cores(flags: argparse.Namespace, ranks: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // (flags.parallel * ranks))))
 
 
-def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
+def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> tuple[dict[str, Run], dict[str, str]]:
     """Train the runs that have not ended: those of a batch interleaved, or with `--parallel`, several at the same time.
 
-    Returns name -> reason for the runs that failed. Raises UsageError as `Trial.check_folder` does.
+    Returns all runs that have begun, and the reasons for those that failed, by name. Raises UsageError as `Trial.check_folder` does.
     """
+    runs_dir = Path(flags.runs_dir)
     for trial in (trial for trials in batches for trial in trials):
         trial.check_folder(runs_dir / trial.name)
+    failures = _train(flags, batches, runs_dir)
+    names = sorted({trial.name for trials in batches for trial in trials})
+    return {name: read_run(runs_dir / name) for name in names if (runs_dir / name / "run.json").exists()}, failures
+
+
+def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     if flags.parallel:
         missing = [[trial for trials in missing for trial in trials]]

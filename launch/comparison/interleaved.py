@@ -20,12 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
 import psutil
 
 from launch.config.hardware import device_type, gpus
-from launch.errors import UsageError
 from launch.training.ranks import interleaving
 
 #: Seconds between two checks of whether a run has ended.
@@ -42,21 +41,13 @@ class InterleavedRun:
         output: the file that holds what it prints.
         environment: its variables, beside those of this process.
         socket_path: where the ranks connect; its folder's name is recorded in `run.json` as the name of the group.
-
-    Raises:
-        UsageError: `socket_path` is longer than a Unix socket's path may be (107 bytes).
     """
 
-    def __init__(
-        self, ranks: int, script: Sequence[str], output: Path, socket_path: Path, environment: Mapping[str, str] = MappingProxyType({})
-    ):
+    def __init__(self, ranks: int, script: Sequence[str], output: Path, socket_path: Path, environment: Mapping[str, str]):
         self.ranks = ranks
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
-        try:
-            self._listener.bind(str(socket_path))
-        except OSError as reason:
-            raise UsageError(f"{socket_path}: cannot be a Unix socket ({reason}); set TMPDIR to a short path, such as /tmp") from None
+        self._listener.bind(str(socket_path))
         self._listener.listen(ranks)
         self._listener.settimeout(POLL_SECONDS)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -182,7 +173,7 @@ def run_interleaved(
     def train(group: list[str]) -> None:
         """Train the runs of a group, which take turns."""
         place = places.get()
-        with tempfile.TemporaryDirectory(prefix="interleaved-") as sockets:
+        with tempfile.TemporaryDirectory(prefix="interleaved-", dir="/tmp") as sockets:  # a socket's path has up to 107 bytes
             try:
                 for number, name in enumerate(group):
                     if stopped_by:

@@ -64,11 +64,6 @@ def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
     runs = (*pair.control.runs, *pair.side.runs)
     check_runs(where, runs)
     check_tuned(recipe, testbed)
-    for config, own in ((recipe.control, None), (recipe.config, recipe if experiment.sweep else None)):
-        swept = published_sweep(config, testbed, own)[0]
-        corpora = read_committed(swept).get(testbed.name, {}).get("corpora")  # older sweeps do not state it
-        if corpora and any(run.description["corpus_fingerprint"] not in corpora for run in runs):
-            raise UsageError(f"{where}: its corpus is not that of the sweep in {swept.relative_to(ROOT)}; sweep again on this corpus")
     if pair.seeds != tuple(range(1, experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:

@@ -25,7 +25,7 @@ from launch.comparison.pictures import draw_forest, draw_losses
 from launch.comparison.runs import read_stored_run
 from launch.comparison.tables import COLUMNS, LOSS_COLUMN, Table, signed
 from launch.comparison.tuning import draw_tuning, in_words
-from launch.comparison.verdicts import SIGNS, Interval, Verdict
+from launch.comparison.verdicts import SIGNS, Interval
 from launch.errors import run_command
 from launch.formats.files import read_committed
 from launch.formats.metrics import read_metrics
@@ -90,16 +90,6 @@ class Published:
     entry: dict[str, Any] | None
     pair: Pair | None = None
 
-    @property
-    def verdicts(self) -> tuple[Verdict, ...]:
-        """One per claim; empty without a pair."""
-        return self.pair.verdicts if self.pair else ()
-
-    @property
-    def note(self) -> str:
-        """Why there are no verdicts; empty if there are."""
-        return "" if self.pair else OUTDATED if self.entry else UNMEASURED
-
 
 def published() -> list[Published]:
     """Every recipe on each of its testbeds, ordered by testbed, with the verdicts.
@@ -146,7 +136,7 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
 
 def _claims(one: Published) -> str:
     """The claims on a testbed with their verdicts."""
-    outcomes = {verdict.claim: f" {SIGNS[verdict.outcome]}" for verdict in one.verdicts}
+    outcomes = {verdict.claim: f" {SIGNS[verdict.outcome]}" for verdict in (one.pair.verdicts if one.pair else ())}
     return ", ".join(f"`{claim.label}`{outcomes.get(claim, '')}" for claim in one.experiment.claims) or "–"
 
 
@@ -168,7 +158,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     if entry is None or pair is None:
         claims = "\n".join(f"- {claim}" for claim in one.experiment.claims)
         rest = f" The claims:\n\n{claims}" if claims else " No claims yet."
-        yield f"{one.note.capitalize()}.{rest}"
+        yield f"{(OUTDATED if entry else UNMEASURED).capitalize()}.{rest}"
         return
     description = pair.side.runs[0].description
     turns = "interleaved" if pair.interleaved else "not interleaved, so times are not compared"
@@ -320,13 +310,9 @@ def forest_rows(cells: list[Published]) -> list[tuple[str, str, Pair]]:
 
 
 def write_pages() -> None:
-    """Write every page, draw every picture, and remove pictures of recipes without results."""
+    """Write every page, and draw every picture."""
     cells = published()
-    drawn = pictures(cells)
-    for file in ROOT.glob("recipes/*/loss.png"):
-        if file not in drawn:
-            file.unlink()
-    for file, draw in drawn.items():
+    for file, draw in pictures(cells).items():
         draw(file)
     for page, text in pages(cells).items():
         write_atomically(page, text)

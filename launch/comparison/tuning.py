@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from data_pipeline.staging import write_atomically
 from launch.comparison.experiments import check_corpus, share_cores, testbed_named, train_missing
-from launch.comparison.runs import Run, read_run
+from launch.comparison.runs import Run
 from launch.comparison.trials import Trial, make_trial, tuned_by
 from launch.config.flags import as_words, open_recipe
 from launch.errors import TrainingFailed, UsageError, print_once
@@ -58,8 +58,11 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     runs: dict[str, Run] = {}
     for number in range(rounds):
         points = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
-        runs |= _train(flags, [*{trial.name: trial for _, _, trial in points}.values()])
+        trained, failures = train_missing(flags, [[*{trial.name: trial for _, _, trial in points}.values()]])
+        runs |= trained
         for arm, point, trial in points:
+            if trial.name not in runs or runs[trial.name].state == "unfinished":
+                raise TrainingFailed(f"{trial.name} did not finish: {failures.get(trial.name, 'stopped')}; the same command resumes it")
             loss = runs[trial.name].measures["final_val_loss"]
             measured = {**point, "loss": loss if math.isfinite(loss) else None}
             if measured not in arm.grid:
@@ -162,17 +165,6 @@ def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
     swept = {name: {point[name] for point in grid} for name, value in chosen.items() if value and not isinstance(value, str)}
     at_edge = [name for name, values in swept.items() if len(values) > 1 and chosen[name] in (min(values), max(values))]
     return [f"{name} {chosen[name]:g} is at the edge of the grid, extend it" for name in at_edge]
-
-
-def _train(flags: argparse.Namespace, trials: Sequence[Trial]) -> dict[str, Run]:
-    """Train the missing runs. Returns all of them by name; each has finished or diverged."""
-    runs_dir = Path(flags.runs_dir)
-    failures = train_missing(flags, [trials], runs_dir)
-    runs = {trial.name: read_run(runs_dir / trial.name) for trial in trials if (runs_dir / trial.name / "run.json").exists()}
-    for name in (trial.name for trial in trials):
-        if name not in runs or runs[name].state == "unfinished":
-            raise TrainingFailed(f"{name} did not finish: {failures.get(name, 'stopped')}; the same command resumes it")
-    return runs
 
 
 def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
