@@ -17,12 +17,8 @@ Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 # As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
@@ -30,10 +26,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import AUTO, EVALUATION, LENGTH, MODEL, TECHNIQUE, Parser, add_flags, as_words, flags_of, given, whole_number
 from launch.errors import TrainingFailed, UsageError, print_once, printable_line, run_command
-from launch.formats.files import check_writable, read_text
+from launch.formats.files import check_writable
 from recipes.registry import ROOT, TESTBEDS, recipe_names
-
-REPORT = ("report.html", "report.json", "loss.png")
 
 
 def build_parser() -> Parser:
@@ -66,7 +60,7 @@ def build_parser() -> Parser:
         action="store_true",
         help="sweep the testbed's settings, such as the learning rate, for its control, or for a recipe and its control",
     )
-    parser.add_argument("--out", metavar="DIR", help="folder of the report (runs/reports/<name>, or the next free <name>-N)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the report; an earlier report there is replaced (runs/reports/<name>)")
     parser.add_argument("--publish", action="store_true", help="store the runs in results.json of each recipe and update the pages")
     parser.add_argument(
         "--force",
@@ -107,17 +101,14 @@ PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "out", "force", "quiet"}
 def main() -> int:
     """Train the missing runs, compare, and write the report."""
     flags = build_parser().parse(sys.argv[1:])
-    flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), [*dict.fromkeys(flags.testbed)]
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
-    _check_out(flags.out, ("tuning.json",) if flags.tune else REPORT)
-    if flags.publish:
-        _check_publish(flags)
+    _check_out(flags.out)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
     warnings.simplefilter("ignore", RuntimeWarning)
     warnings.simplefilter("ignore", UserWarning)
-    # After parsing: torch, scipy, matplotlib and plotly take seconds.
-    from launch.comparison import comparison, experiments, html_report, publish, runs
+    # After parsing: torch, scipy and matplotlib take seconds.
+    from launch.comparison import comparison, experiments, publish, report, runs
 
     passed_on = _passed_on(flags, names)
     if flags.publish:
@@ -131,10 +122,9 @@ def main() -> int:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
         check = publish.check_tuned if flags.publish else None
         compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
-    report = html_report.write_report(compared, _out(flags), unfinished)
-    for line in html_report.summary(compared):
+    page = report.write_report(compared, _out(flags))
+    for line in [*report.summary(compared), f"report: {page}"]:
         print_once(printable_line(line))
-    print_once(printable_line(f"report: {report}"))
     if unfinished:
         raise TrainingFailed(f"not all runs finished: {', '.join(unfinished)}; the same command resumes them")
     if flags.publish:
@@ -161,11 +151,9 @@ def _tune(flags: argparse.Namespace, passed_on: list[str]) -> int:
 
 
 def _out(flags: argparse.Namespace) -> Path:
-    """The folder of the report: --out, or a new one named after what is compared."""
-    from launch.comparison import html_report  # as above
-
+    """The folder of the report: --out, or one named after what is compared."""
     name = "all" if flags.all else "+".join([Path(folder).resolve().name for folder in flags.recipe or flags.runs] or flags.testbed)[:60]
-    return Path(flags.out) if flags.out else html_report.new_folder(name + "-tuning" * flags.tune)
+    return Path(flags.out or f"runs/reports/{name}{'-tuning' * flags.tune}")
 
 
 def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
@@ -180,6 +168,8 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
             raise UsageError("--seeds: --tune uses one seed, which no verdict uses; leave it out")
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
+    if flags.publish and flags.seeds:
+        raise UsageError("--publish --seeds: the recipe states the number of seeds; leave out --seeds")
     if flags.parallel and flags.at_once:
         raise UsageError("--at_once: the number of interleaved runs, and --parallel interleaves none; leave out one of the two")
     if flags.runs and (training := sorted(names & (PASSED_ON | TRAINING))):
@@ -191,34 +181,13 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
         raise UsageError(f"--{setting[0].replace('overrides', 'set')}: {why}; leave out one of the two")
 
 
-def _check_out(out: str | None, files: Sequence[str]) -> None:
-    """Refuse an --out that holds one of `files`, or cannot be written, before anything is trained. Creates nothing.
-
-    The report of a command that failed is in nobody's way: the same command replaces it.
-    """
+def _check_out(out: str | None) -> None:
+    """Refuse an --out that cannot be written, or holds anything but an earlier report, before anything is trained. Creates nothing."""
     if out is None:
         return
-    check_writable(Path(out), "--out")
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if json.loads(read_text(Path(out) / "report.json")).get("complete") is False:
-            return
-    if held := [name for name in files if (Path(out) / name).exists()]:
-        raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
-
-
-def _distinct(paths: list[str]) -> list[str]:
-    """Each path once, however it is written."""
-    return [*{os.path.realpath(path): path for path in paths}.values()]
-
-
-def _check_publish(flags: argparse.Namespace) -> None:
-    """Refuse --publish for results without a page, or with another number of seeds than planned."""
-    if flags.seeds:
-        raise UsageError("--publish --seeds: the recipe plans the number of seeds; leave out --seeds")
-    for recipe in flags.recipe:
-        folder = Path(recipe).resolve()
-        if folder.is_dir() and folder.parent != ROOT / "recipes":
-            raise UsageError(f"--publish: {recipe} is not in {ROOT / 'recipes'}, so it has no page to update; leave out --publish")
+    check_writable(folder := Path(out), "--out")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "report.json").exists():
+        raise UsageError(f"--out {out}: is not empty, and holds no report to replace; give another folder")
 
 
 def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:

@@ -8,43 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class Measure(NamedTuple):
-    """A quantity of a run.
-
-    key: its name in `launch.comparison.runs.Run.measures`. words: the quantity in words.
-    """
-
-    key: str
-    words: str
-
-
-class Question(NamedTuple):
-    """A question about a quantity.
-
-    scale: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds of recipe / control.
-    statement, short: the claim in words and as a formula, with `{what}` and `{x}`.
-    """
-
-    scale: str
-    statement: str
-    short: str
-
-
-#: The final validation loss is in nats per token. Memory is that of rank 0, and so are the bytes sent.
+#: Measure -> its name in `launch.comparison.runs.Run.measures`, and in words. The final validation loss is in nats per token. Memory is
+#: that of rank 0, and so are the bytes sent.
 MEASURES = {
-    "loss": Measure("final_val_loss", "final validation loss"),
-    "step_time": Measure("step_seconds", "mean time per step"),
-    "peak_memory": Measure("peak_memory_bytes", "peak memory per rank"),
-    "bytes": Measure("bytes_sent", "number of bytes sent per rank over the run"),
+    "loss": ("final_val_loss", "final validation loss"),
+    "step_time": ("step_seconds", "mean time per step"),
+    "peak_memory": ("peak_memory_bytes", "peak memory per rank"),
+    "bytes": ("bytes_sent", "number of bytes sent per rank over the run"),
 }
+#: Question -> the claim in words, and as a formula. "ratio" is about the geometric mean over seeds of recipe / control, all others about
+#: the mean of recipe - control.
 QUESTIONS = {
-    "equal": Question("difference", "the {what} differs from the control's by at most {x}", "{what} = control ± {x}"),
-    "within": Question("difference", "the {what} is at most {x} above the control's", "{what} ≤ control + {x}"),
-    "lower_by": Question("difference", "the {what} is at least {x} below the control's", "{what} ≤ control − {x}"),
-    "ratio": Question("ratio", "the {what} is at most {x} times the control's", "{what} ≤ {x} × control"),
+    "equal": ("the {what} differs from the control's by at most {x}", "{what} = control ± {x}"),
+    "within": ("the {what} is at most {x} above the control's", "{what} ≤ control + {x}"),
+    "lower_by": ("the {what} is at least {x} below the control's", "{what} ≤ control − {x}"),
+    "ratio": ("the {what} is at most {x} times the control's", "{what} ≤ {x} × control"),
 }
 #: The largest margins of claims about the loss; wider ones would be meaningless.
 LARGEST = {"equal": 0.01, "within": 0.05}
@@ -78,7 +57,7 @@ class Claim:
     @property
     def scale(self) -> str:
         """ "difference" or "ratio"."""
-        return QUESTIONS[self.question].scale
+        return "ratio" if self.question == "ratio" else "difference"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -91,12 +70,12 @@ class Claim:
     @property
     def key(self) -> str:
         """The measure's name in `Run.measures`."""
-        return MEASURES[self.measure].key
+        return MEASURES[self.measure][0]
 
     @property
     def label(self) -> str:
         """The claim in short, e.g. "loss ≤ control + 0.03"."""
-        return QUESTIONS[self.question].short.format(what=self.measure.replace("_", " "), x=f"{self.number:g}")
+        return QUESTIONS[self.question][1].format(what=self.measure.replace("_", " "), x=f"{self.number:g}")
 
     def __str__(self) -> str:
-        return QUESTIONS[self.question].statement.format(what=MEASURES[self.measure].words, x=f"{self.number:g}")
+        return QUESTIONS[self.question][0].format(what=MEASURES[self.measure][1], x=f"{self.number:g}")

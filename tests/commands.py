@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "transformers", "deepspeed", "scipy.stats", "matplotlib.figure", "plotly.graph_objects"])
+CONTEXT.set_forkserver_preload(["torch", "transformers", "deepspeed", "scipy.stats", "matplotlib.figure"])
 
 
 def run_script(

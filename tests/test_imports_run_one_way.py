@@ -144,7 +144,7 @@ def test_a_circle_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("launch/pretrain.py", "from launch.comparison import html_report\nfrom launch.training.engine import Engine\nimport torch"),
+        ("launch/pretrain.py", "from launch.comparison import report\nfrom launch.training.engine import Engine\nimport torch"),
         ("launch/training/x.py", "from launch.errors import UsageError\nfrom launch.config.flags import MUST"),
         ("data_pipeline/loader.py", "import torch\nfrom . import shards"),
         (DISTRIBUTED, "import torch.distributed\nfrom deepspeed import comm"),

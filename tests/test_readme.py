@@ -20,7 +20,7 @@ from benchmarks.__main__ import benchmarks
 from data_pipeline.tokenizer import train_tokenizer
 from launch.compare import build_parser
 from launch.comparison.interleaved import free_port
-from launch.comparison.trials import plan_experiment
+from launch.comparison.trials import pair_trials
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
 from launch.trained_model.hf_export import write_tokenizer
@@ -45,7 +45,7 @@ RUN_BY = {
     "sbatch ": "test_training_commands_are_explained, tests/distributed/test_slurm.py",
     "python launch/plan.py ": "test_commands_that_start_nothing_run_as_they_stand",
     "python launch/pretrain.py ": "test_commands_that_start_nothing_run_as_they_stand",
-    "python launch/compare.py ": "test_comparing_commands_compare, test_experiments_on_testbeds_are_planned",
+    "python launch/compare.py ": "test_comparing_commands_compare, test_experiments_on_testbeds_have_their_runs",
     "python launch/generate.py ": "tests/test_generate.py",
     "python launch/score.py ": "tests/test_generate.py",
     "python launch/export.py ": "tests/test_score.py",
@@ -125,12 +125,12 @@ def test_comparing_commands_compare(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("command", [line for line in COMPARING if "--preset" not in line and "runs/" not in line])
-def test_experiments_on_testbeds_are_planned(command, corpus):
-    """These take hours, so their runs are only planned: recipe and control on each testbed, or the sweep's testbed."""
+def test_experiments_on_testbeds_have_their_runs(command, corpus):
+    """These take hours, so their runs are only resolved: recipe and control on each testbed, or the sweep's testbed."""
     flags = build_parser().parse(shlex.split(command)[2:])
     for recipe in map(read_recipe, flags.recipe):
         for name in flags.testbed or recipe.experiments:
-            found = plan_experiment(recipe, ["--data", str(corpus)], [1], recipe.ranks, read_testbed(name))
+            found = pair_trials(recipe, ["--data", str(corpus)], [1], recipe.ranks, read_testbed(name))
             assert found.control[0].config.total_tokens == found.own[0].config.total_tokens
     assert flags.recipe or (flags.testbed and all(read_testbed(name).sweep for name in flags.testbed))
 

@@ -32,7 +32,6 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
             "skipped_steps": 2,
             "mfu": 0.25 if number <= 15 else 0.5,
             "flops": 100,
-            "grad_norm": 1.0,
         }
     steps[20]["tokens_per_second"] = 4096
     steps[7]["peak_memory_bytes"] = 2000  # a resumed run is another process, which may need less
@@ -50,17 +49,15 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
             "bytes_per_step": 105,
             "bytes_sent": 2100,
             "skipped_steps": 2,
-            "warmup_spikes": 0,
-            "spikes": 0,
             "flops": 2000,
         }
     )
 
 
 def test_no_sums_are_taken_over_lines_that_lack_steps(said, tmp_path):
-    steps = [one | {"bytes_sent": 10, "flops": 100, "grad_norm": 1.0} for one in lines(final=4.25)]
+    steps = [one | {"bytes_sent": 10, "flops": 100} for one in lines(final=4.25)]
     run = read_run(write_run(tmp_path / "r", said, [*steps[:8], *steps[12:]]))
-    assert run.finished and run.remarks == ("metrics.jsonl lacks 4 of 20 steps, so times per step, sums and spikes are not compared",)
+    assert run.finished and run.remarks == ("metrics.jsonl lacks 4 of 20 steps, so times per step and sums are not compared",)
     assert set(run.measures) == {"final_val_loss", "timed_steps", "seconds", "peak_memory_bytes"}
 
 
@@ -73,52 +70,6 @@ def test_the_steps_around_a_resume_are_not_timed(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, steps, "2026-11-22 03:00:00 resuming after step 12\n"))
     assert (run.measures["step_seconds"], run.measures["tokens_per_second"]) == (0.25, 2048)
     assert read_run(write_run(tmp_path / "s", said, steps)).measures["step_seconds"] == (11 * 9 + 9 * 0.25) / 20
-
-
-def spikes_of(run):
-    measures = run.measures
-    return measures["warmup_spikes"], measures["spikes"]
-
-
-def test_spikes_are_large_gradient_norms(said, tmp_path):
-    """Above 4 x the median of the 32 steps before, from step 9 on; in the warm-up and after it."""
-    said = said | {"warmup_steps": 12}
-    steps = lines(steps=60, grad_norm=1.0)
-    for number, norm in {3: 9.0, 8: 9.0, 9: 9.0, 12: 4.1, 13: 4.1, 20: 4.0, 30: 4.1, 31: 7.0}.items():
-        steps[number]["grad_norm"] = norm
-    for one in steps[41:]:
-        one["grad_norm"] = 3.0  # a new level, which is the median after 17 steps
-    steps[58]["grad_norm"] = 11.9
-    assert spikes_of(read_run(write_run(tmp_path / "r", said, steps))) == (2, 3)
-    steps[59]["grad_norm"] = 12.1
-    steps[50]["loss"] = None
-    steps[52]["grad_norm"] = None  # an overflow in fp16
-    assert spikes_of(read_run(write_run(tmp_path / "more", said, steps))) == (2, 5)
-    assert not {"warmup_spikes", "spikes"} & set(read_run(write_run(tmp_path / "no_norms", said, lines())).measures)
-
-
-def test_an_evaluation_after_the_last_step_belongs_to_that_step(said, tmp_path):
-    steps = [*lines(final=4.5, grad_norm=1.0), {**line(20), "val_loss": 4.0}]
-    for key in ("loss", "grad_norm", "step_seconds"):
-        steps[-1].pop(key, None)
-    run = read_run(write_run(tmp_path / "r", said, steps))
-    assert spikes_of(run) == (0, 0)
-    assert len(run.columns["step"]) == 21 and run.columns["val_loss"][-1] == 4.0 and np.isfinite(run.columns["loss"][-1])
-
-
-def test_the_warm_up_of_a_rate_by_tokens_ends_by_tokens(said, tmp_path):
-    """A curriculum's first steps have fewer tokens, so that the rate still rises where a rate by steps has reached its peak."""
-    batch = said["global_batch_size"] * said["shape"]["seq_len"]
-    steps = lines(steps=60, grad_norm=1.0)
-    for number, one in enumerate(steps):
-        one["tokens"] = number * batch // 2
-    for number in (15, 20, 21):
-        steps[number]["grad_norm"] = 9.0
-    said = said | {"warmup_steps": 10, "total_tokens": 30 * batch}
-    assert said["scheduler"]["type"] == "WarmupCosineTokens"
-    assert spikes_of(read_run(write_run(tmp_path / "tokens", said, steps))) == (2, 1)
-    by_steps = said | {"scheduler": {"type": "WarmupCosineLR", "params": {}}}
-    assert spikes_of(read_run(write_run(tmp_path / "steps", by_steps, steps))) == (0, 3)
 
 
 def test_what_a_resume_changed_is_remarked(said, tmp_path):
@@ -168,6 +119,12 @@ def test_a_run_without_a_step_is_read(remove, said, tmp_path):
     assert run.remarks[0] == "metrics.jsonl contains no step" and not run.finished
 
 
+def test_an_evaluation_after_the_last_step_belongs_to_that_step(said, tmp_path):
+    steps = [*lines(final=4.5), {"step": 20, "tokens": 20 * TOKENS, "seconds": 11.0, "val_loss": 4.0}]
+    run = read_run(write_run(tmp_path / "r", said, steps))
+    assert len(run.columns["step"]) == 21 and run.columns["val_loss"][-1] == 4.0 and np.isfinite(run.columns["loss"][-1])
+
+
 def test_a_run_that_is_still_going_has_no_final_loss(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, lines()[:13]))
     assert run.state == "unfinished"
@@ -201,35 +158,28 @@ def test_a_damaged_line_is_left_out_and_the_good_ones_after_it_are_read(damage, 
     run = read_run(folder)
     np.testing.assert_array_equal(run.columns["step"], [*range(8), *range(9, 21)])
     assert "metrics.jsonl: 1 damaged line skipped" in run.remarks[0] and "line 9" in run.remarks[0]
-
-
-@pytest.mark.parametrize("wrong", [{"loss": "4.0"}, {"val_loss": []}, {"tokens": "20480"}])
-def test_a_last_line_with_wrong_types_is_damaged_and_not_a_divergence(wrong, said, tmp_path):
-    steps = lines()
-    run = read_run(write_run(tmp_path / "r", said, [*steps[:-1], steps[-1] | wrong]))
-    assert (run.state, run.diverged) == ("unfinished", False)
-    assert run.remarks[0] == "metrics.jsonl: 1 damaged line skipped, first line 21"
+    texts[8], texts[20] = json.dumps(line(8)), damage
+    (folder / "metrics.jsonl").write_text("\n".join(texts) + "\n")
+    assert (read_run(folder).state, read_run(folder).diverged) == ("unfinished", False), "a damaged last line is no divergence"
 
 
 def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
-    steps = lines(grad_norm=1.0)[:8]
+    steps = lines()[:8]
     steps[-1]["loss"] = None
     run = read_run(write_run(tmp_path / "r", said, steps))
     assert run.diverged and run.state == "failed"
     assert run.remarks == ("the training loss is not finite in 1 step, first in step 7", "failed after step 7, 7,168 of 20,480 tokens")
     assert math.isnan(run.columns["loss"][-1])
-    measures = run.measures
-    assert (measures["final_val_loss"], measures["warmup_spikes"], measures["spikes"]) == (math.inf, 1, 0)
+    assert run.measures["final_val_loss"] == math.inf
 
 
 def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
-    steps = lines(grad_norm=1.0)
+    steps = lines()
     for number in (1, 2, 9):
         steps[number]["loss"] = None
     run = read_run(write_run(tmp_path / "r", description(corpus, *FP16), steps))
     assert not run.diverged and run.remarks == ("the training loss is not finite in 3 steps, first in step 1",)
-    measures = run.measures
-    assert (measures["final_val_loss"], measures["warmup_spikes"], measures["spikes"]) == (4.0, 2, 1)
+    assert run.measures["final_val_loss"] == 4.0
     assert read_run(write_run(tmp_path / "going", description(corpus, *FP16), steps[:10])).state == "unfinished"
 
 
@@ -276,15 +226,11 @@ def test_a_run_that_is_not_evaluated_has_no_final_loss(corpus, said, tmp_path):
     assert read_run(write_run(tmp_path / "stopped", said, steps)).remarks == ("the run was not evaluated at its end",)
 
 
-def test_a_name_is_any_text(said, tmp_path):
-    name = "<script>alert(1)<" + "%{x}\n"
-    assert read_run(write_run(tmp_path / name, said, lines())).name == name
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda file: file.unlink(), "cannot be read"),
+        (lambda file: (file.unlink(), file.mkdir()), "cannot be read"),
         (lambda file: file.write_text("{"), "is not JSON"),
         (lambda file: file.write_bytes(b"\xff"), "is not JSON"),
         (lambda file: file.write_text("[" * 100_000), "is not JSON"),
@@ -295,6 +241,7 @@ def test_a_name_is_any_text(said, tmp_path):
         (lambda file: alter(file, corpus_fingerprint=None), "'corpus_fingerprint' is null, must be a string"),
         (lambda file: alter(file, shape={"n_layer": 2}), "do not describe a model"),
         (lambda file: alter(file, corpus={}), "do not describe a model"),
+        *((lambda file, key=key: alter(file, left_out=key), f"'{key}' is missing") for key in ("seed", "config_file", "shape")),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_line(change, message, said, tmp_path):
@@ -305,15 +252,9 @@ def test_what_is_no_run_is_refused_in_one_line(change, message, said, tmp_path):
     assert message in str(refusal.value) and str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def alter(file, **values):
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-@pytest.mark.parametrize("key", ["seed", "config_file", "total_tokens", "corpus", "shape", "eval_batches", "global_batch_size"])
-def test_a_description_that_lacks_something_is_refused(key, said, tmp_path):
-    folder = write_run(tmp_path / "r", {name: value for name, value in said.items() if name != key}, lines())
-    with pytest.raises(UsageError, match=f"'{key}' is missing"):
-        read_run(folder)
+def alter(file, left_out="", **values):
+    described = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({key: value for key, value in described.items() if key != left_out}))
 
 
 @pytest.mark.parametrize(
@@ -345,10 +286,3 @@ def test_a_value_of_another_type_is_refused(place, value, said, tmp_path):
     (folder / "run.json").write_text(json.dumps(whole))
     with pytest.raises(UsageError, match=rf"run\.json: '{place}[.a-z]*' is .*, must be [a-z ]+; give a run folder that training wrote"):
         read_run(folder)
-
-
-def test_a_place_that_is_no_folder_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    for name in ("file", "nothing"):
-        with pytest.raises(UsageError, match="cannot be read"):
-            read_run(tmp_path / name)

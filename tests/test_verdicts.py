@@ -7,9 +7,6 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import stats
 
 from launch.comparison.verdicts import Interval, judge, paired_interval
 from recipes.claims import Claim
@@ -43,38 +40,6 @@ def test_students_sleep_has_the_published_verdict():
     assert astuple(verdict.found) == pytest.approx((-1.58, -2.4598858, -0.7001142), abs=1e-7)
 
 
-@given(st.integers(0, 2**32), st.integers(2, 12), st.floats(-2, 2))
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
-def test_intervals_and_outcomes_are_those_of_scipys_paired_tests(seed, pairs, shift):
-    generator = np.random.default_rng(seed)
-    control = np.exp(generator.normal(size=pairs))
-    other = control * np.exp(0.05 * generator.normal(shift, 1, size=pairs))
-    for claim in (equal(0.01), within(0.05), lower_by(0.5), ratio(0.9)):
-        verdict = judge(claim, control, other)
-        of_ratio = claim.question == "ratio"
-        before, after = (np.log(side) if of_ratio else side for side in (control, other))
-        interval = np.array(stats.ttest_rel(after, before).confidence_interval(0.95))
-        assert astuple(verdict.found)[1:] == pytest.approx(tuple(np.exp(interval) if of_ratio else interval), rel=1e-8)
-        # One-sided tests at 2.5%; for "equal" the two of Schuirmann.
-        bounds = [
-            (sign, np.log(bound) if of_ratio else bound)
-            for sign, bound in zip((-1, 1), claim.bounds, strict=True)
-            if 0 < abs(bound) < math.inf
-        ]
-        below = [stats.ttest_rel(sign * after, sign * (before + bound), alternative="less").pvalue for sign, bound in bounds]
-        outcome = "holds" if max(below) < 0.025 else "fails" if max(below) > 0.975 else "inconclusive"
-        assert verdict.outcome == outcome, claim
-
-
-def test_a_claim_at_its_bound_wrongly_holds_in_2_5_percent_of_experiments():
-    generator = np.random.default_rng(1)
-    for claim, truth in ((within(0.05), 0.05), (equal(0.01), 0.01)):
-        control = generator.normal(4, 0.1, size=(2000, 5))
-        other = control + truth + 1e-3 * generator.normal(size=control.shape)
-        held = np.mean([judge(claim, *pair).outcome == "holds" for pair in zip(control, other, strict=True)])
-        assert held == pytest.approx(0.025, abs=4 * math.sqrt(0.025 / 2000))
-
-
 # --- kinds of cases -------------------------------------------------------------------------------------------------------------------
 
 
@@ -90,14 +55,6 @@ def test_a_verdict_on_its_own_turns_where_the_95_percent_interval_leaves_the_bou
             differences = bound + 0.01 * (noise + side * t / math.sqrt(pairs))
             verdict = judge(claim, control, np.add(control, differences))
             assert (verdict.outcome, verdict.found.low < bound < verdict.found.high) == (outcome, outcome == "inconclusive")
-
-
-def test_equal_holds_only_inside_both_bounds():
-    control = [4.0, 4.1, 4.2, 4.05, 4.15]
-    noise = 1e-3 * np.array([-1, 1, 0.5, -0.5, 0.0])
-    outcomes = [judge(equal(0.01), control, control + noise + mean).outcome for mean in (-0.03, -0.01, 0.0, 0.01, 0.03)]
-    assert outcomes == ["fails", "inconclusive", "holds", "inconclusive", "fails"]
-    assert judge(within(0.01), control, control + noise - 0.03).outcome == "holds"
 
 
 def test_ratios_have_the_geometric_mean():
@@ -136,12 +93,6 @@ def test_without_noise_the_number_itself_decides(claim, control, other, outcome)
     assert verdict.found.low == pytest.approx(verdict.found.high, abs=1e-12)
 
 
-def test_small_noise_is_noise():
-    """A thousand times rounding is tested, and decides for as long as it is small beside the gap."""
-    verdict = judge(within(0.05), [1.0, 1.0, 1.0], [1.05 + 1e-9, 1.05 + 2e-9, 1.05 - 3e-9])
-    assert verdict.outcome == "inconclusive"
-
-
 @pytest.mark.parametrize("claim", [equal(0.01), within(0.05), lower_by(0.05)])
 @pytest.mark.parametrize("other", [[math.inf], [3.9, math.inf, 4.0]])
 def test_a_diverged_seed_fails_a_claim_about_the_loss(claim, other):
@@ -159,9 +110,11 @@ def test_ratios_of_numbers_that_are_not_positive_are_inconclusive(control, other
     assert paired_interval(control, other, "ratio") is None
 
 
-@pytest.mark.filterwarnings("error")
-def test_the_unit_of_a_ratio_changes_no_verdict():
-    control, other = np.array([4.0, 5.0, 6.0, 4.0]), np.array([4.5, 5.75, 6.625, 4.375])
-    for number, expected in ((1.5, "holds"), (1.0, "fails"), (1.13, "inconclusive")):
-        verdicts = [judge(ratio(number), control * scale, other * scale) for scale in (1e-300, 1e-20, 1.0, 1e20, 1e300)]
-        assert {verdict.outcome for verdict in verdicts} == {expected}
+def test_equal_holds_only_inside_both_bounds():
+    control = [4.0, 4.1, 4.2, 4.05, 4.15]
+    noise = 1e-3 * np.array([-1, 1, 0.5, -0.5, 0.0])
+    outcomes = [judge(equal(0.01), control, control + noise + mean).outcome for mean in (-0.03, -0.01, 0.0, 0.01, 0.03)]
+    assert outcomes == ["fails", "inconclusive", "holds", "inconclusive", "fails"]
+    assert judge(within(0.01), control, control + noise - 0.03).outcome == "holds"
+    tiny = judge(within(0.05), [1.0, 1.0, 1.0], [1.05 + 1e-9, 1.05 + 2e-9, 1.05 - 3e-9])
+    assert tiny.outcome == "inconclusive", "noise above the rounding of fp64 is noise"

@@ -1,87 +1,81 @@
 """Compares runs as controlled experiments: groups them by configuration, pairs each configuration with its control, computes differences.
 
 A side is a set of runs of one configuration with different seeds. A pair is a side and its control; their runs are compared seed by seed.
-`Comparison` holds everything that `report.html` and `report.json` show.
+`Comparison` holds everything that the terminal, `report.html`, `report.json` and the recipes' pages show.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
-from launch.comparison.runs import MIN_TIMED_STEPS, WARM_UP_STEPS, Run
-from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
+from launch.comparison.runs import MIN_TIMED_STEPS, WARM_UP_STEPS, Column, Run
 from launch.comparison.verdicts import Interval, Verdict, judge, paired_interval
-from launch.config.flags import AUTO, RECORD, flags_of
+from launch.config.flags import AUTO, flags_of
 from launch.config.optimizer import without_defaults
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
-from launch.formats.json_lines import dotted
-from launch.training.run_folder.run_json import is_compared, kind_of, starts_of
-from model.presets import FIELDS
+from launch.training.run_folder.run_json import changes_numbers, starts_of
+from launch.training.run_folder.run_json import differences as differences_of
 from recipes.claims import Claim
-from recipes.registry import Experiment, Recipe, Testbed, read_recipes
+from recipes.registry import ROOT, Experiment, Recipe, Testbed
 
-T = TypeVar("T")
-Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
-Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, the side's recipe, the testbed
 
 #: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared.
-REPEATED = {*flags_of(AUTO), "zero_stage", "gradient_accumulation_steps", "scheduler.params.total_tokens", "corpus.path"}
-#: Settings that follow from others: the precision from the enabled section, accumulation from the micro-batch.
-DERIVED = {"precision", "engine.gradient_accumulation_steps"}
+REPEATED = {*flags_of(AUTO), "zero_stage", "gradient_accumulation_steps", "scheduler.params.total_tokens"}
 LOSS = "final_val_loss"
 EQUAL_TIME = "loss_at_equal_time"
 #: Figures about reaching the target loss -> the column that they are read from.
 TO_TARGET = {"seconds_to_target": "seconds", "tokens_to_target": "tokens"}
-#: Every figure, in the order of the report: label with unit, size of the unit, decimals shown.
+
+
+class Quantity(NamedTuple):
+    """How a figure is shown: label with unit, size of the unit, decimals."""
+
+    label: str
+    unit: float
+    decimals: int
+
+
+#: Every figure, in the order of the report. Those that are 0 in every run are left out.
 FIGURES = {
-    LOSS: ("final validation loss (nats)", 1, 4),
-    EQUAL_TIME: ("loss on the evaluations' batches when the faster run of the seed ends (nats)", 1, 4),
-    "tokens_per_second": ("tokens per second", 1, 0),
-    "step_seconds": ("step time, mean (ms)", 1e-3, 1),
-    "mfu": ("MFU (%)", 0.01, 2),
-    "seconds": ("run time (s)", 1, 1),
-    "seconds_to_target": ("time to the target loss (s)", 1, 1),
-    "tokens_to_target": ("tokens to the target loss", 1, 0),
-    "peak_memory_bytes": ("peak memory per rank (MiB)", 2**20, 1),
-    "bytes_per_step": ("sent per rank and step (MiB)", 2**20, 3),
-    "bytes_sent": ("sent per rank in the run (MiB)", 2**20, 1),
-    "flops": ("model FLOPs of the run, all ranks (10¹²)", 1e12, 2),
-    "skipped_steps": ("skipped steps", 1, 1),
-    "warmup_spikes": ("spikes of the gradient norm in the warm-up", 1, 1),
-    "spikes": ("spikes of the gradient norm after the warm-up", 1, 1),
+    LOSS: Quantity("final validation loss (nats)", 1, 4),
+    EQUAL_TIME: Quantity("loss on the evaluations' batches when the faster run of the seed ends (nats)", 1, 4),
+    "tokens_per_second": Quantity("tokens per second", 1, 0),
+    "step_seconds": Quantity("step time, mean (ms)", 1e-3, 1),
+    "mfu": Quantity("MFU (%)", 0.01, 2),
+    "seconds": Quantity("run time (s)", 1, 1),
+    "seconds_to_target": Quantity("time to the target loss (s)", 1, 1),
+    "tokens_to_target": Quantity("tokens to the target loss", 1, 0),
+    "peak_memory_bytes": Quantity("peak memory per rank (MiB)", 2**20, 1),
+    "bytes_per_step": Quantity("sent per rank and step (MiB)", 2**20, 3),
+    "bytes_sent": Quantity("sent per rank in the run (MiB)", 2**20, 1),
+    "flops": Quantity("model FLOPs of the run, all ranks (10¹²)", 1e12, 2),
+    "skipped_steps": Quantity("skipped steps", 1, 1),
 }
 #: Figures that depend on the speed of the machine, and so can be compared only between interleaved runs of `MIN_TIMED_STEPS` or more.
 TIMED = {EQUAL_TIME, "tokens_per_second", "step_seconds", "mfu", "seconds", "seconds_to_target"}
-#: Figures that are not shown if they are 0 in every run.
-SHOWN_IF_ANY = {"bytes_per_step", "bytes_sent", "skipped_steps"}
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.
-SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "warmup_spikes", "spikes"}
-
-
-def signed(value: float, form: str = ".4f") -> str:
-    """A difference with its sign, U+2212 for minus."""
-    return f"{value:+{form}}".replace("-", "−")
+SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps"}
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
     """Runs of one configuration, in the order of their seeds.
 
-    name: of its DeepSpeed JSON, with the name of its first run if several sides have the same JSON. Untrusted text.
-    role: "control" if a recipe, or an unknown side, is compared with it; "recipe" if it is the side of another pair; else "run".
+    name: of the recipe or of the control's DeepSpeed JSON; of runs that were given as folders, what their names begin with. Untrusted text.
     """
 
     name: str
-    role: Role
     runs: Group
 
     def by_seed(self) -> dict[int, Run]:
@@ -93,57 +87,62 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A setting or a circumstance that differs between the sides of a pair.
-
-    key: dotted path in `run.json`. control, other: the value on each side, None where the key is absent; if the runs of one side differ, a
-    text with all values.
-    """
-
-    key: str
-    control: Any
-    other: Any
-
-
-@dataclass(frozen=True)
 class Figure:
     """One quantity of the runs of a pair.
 
     control, other: seed -> value; +inf for the loss of a diverged run, and for the time of a run that did not reach the target.
     difference: the mean of other - control over the seeds of both sides. ratio: the geometric mean of other / control. Both are None
-    without such seeds; the ratio also for losses, and if a value is not positive.
-    to_target: for times and tokens to the target loss. If a run did not reach it, there is no difference, and the ratio is a bound or None.
+    without such seeds, and where a run did not reach the target; the ratio also for losses, and if a value is not positive.
     """
 
     control: dict[int, float]
     other: dict[int, float]
     difference: Interval | None
     ratio: Interval | None
-    to_target: RatioToTarget | None = None
 
     @property
     def pairs(self) -> dict[int, tuple[float, float]]:
         """The values of control and recipe by seed, where both are finite."""
-        return _finite_pairs(self.control, self.other)
+        both = {seed: (self.control[seed], self.other[seed]) for seed in self.control if seed in self.other}
+        return {seed: pair for seed, pair in both.items() if np.isfinite(pair).all()}
 
 
 @dataclass(frozen=True)
 class Pair:
     """A side and its control.
 
-    recipe: of the side, or None. testbed: of the runs; None for any other setting. seeds: those of both sides. figures: those of `FIGURES`
-    that any run has; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to evaluations during training. verdicts: one per claim,
-    if exactly the planned seeds were run to their end.
+    recipe: of the side; None for runs given as folders. testbed: of the runs; None for any other setting. figures: those of `FIGURES` that
+    any run has; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to evaluations during training. verdicts: one per claim, if
+    exactly the planned seeds were run to their end.
     """
 
     control: Side
     side: Side
     recipe: Recipe | None
     testbed: Testbed | None
-    differences: tuple[Difference, ...]
-    seeds: tuple[int, ...]
     figures: dict[str, Figure]
     verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the side for readers: the heading of the recipe's page if it has one."""
+        page = ROOT / "recipes" / self.recipe.name / "README.md" if self.recipe else None
+        return page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") if page and page.exists() else self.side.name
+
+    @property
+    def title(self) -> str:
+        return f"{self.side.name} against {self.control.name}" + (f" on {self.testbed.name}" if self.testbed else "")
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of both sides."""
+        return tuple(sorted(self.control.by_seed().keys() & self.side.by_seed().keys()))
+
+    @property
+    def runs(self) -> list[tuple[Run, Run]]:
+        """The runs of control and recipe of each seed of both sides."""
+        control, own = self.control.by_seed(), self.side.by_seed()
+        return [(control[seed], own[seed]) for seed in self.seeds]
 
     @property
     def experiment(self) -> Experiment | None:
@@ -151,14 +150,19 @@ class Pair:
         return self.recipe.experiments.get(self.testbed.name) if self.recipe and self.testbed else None
 
     @property
-    def title(self) -> str:
-        return f"{self.side.name} against {self.control.name}"
+    def differences(self) -> list[tuple[str, Any, Any]]:
+        """The settings that differ between the sides: dotted path in `run.json`, values of control and recipe, None where absent."""
+        return differences(self.control.runs[0], self.side.runs[0])
+
+    def differ_in(self, key: str) -> bool:
+        """Whether the two runs of any seed have another `key` of `run.json`, such as "commit"."""
+        return any(control.description.get(key) != own.description.get(key) for control, own in self.runs)
 
     @property
     def interleaved(self) -> bool:
         """Whether the two runs of every seed were interleaved with each other, also after each resume."""
-        control, own = ({seed: _interleaved_with(run) for seed, run in side.by_seed().items()} for side in (self.control, self.side))
-        return all(control[seed] == own[seed] and None not in control[seed] for seed in self.seeds)
+        groups = ([[start.get("interleaved") for start in starts_of(run.description)] for run in runs] for runs in self.runs)
+        return all(control == own and None not in control for control, own in groups)
 
     @property
     def published_figures(self) -> dict[str, Figure]:
@@ -168,11 +172,10 @@ class Pair:
     @property
     def on_equal_terms(self) -> bool:
         """Whether times can be compared: the runs were interleaved, on one machine."""
-        return self.interleaved and not any(_section(one.key) == "machine" for one in self.differences)
+        return self.interleaved and not self.differ_in("machine")
 
 
-@dataclass(frozen=True)
-class Absent:
+class Absent(NamedTuple):
     """A recipe that was not run, and why."""
 
     recipe: str
@@ -199,8 +202,8 @@ class Comparison:
             "mismatches": self.mismatches,
             "remarks": self.remarks,
             "pairs": [_pair_as_json(pair) for pair in self.pairs],
-            "sides": [{"name": side.name, "role": side.role, "runs": [_run_as_json(run) for run in side.runs]} for side in self.sides],
-            "absent": [asdict(one) for one in self.absent],
+            "sides": [{"name": side.name, "runs": [_run_as_json(run) for run in side.runs]} for side in self.sides],
+            "absent": [one._asdict() for one in self.absent],
         }
         plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=lambda not_finite: None)
         return plain
@@ -214,15 +217,11 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
         UsageError: without `force`, corpora, vocabularies, validation sets or token budgets differ.
     """
     mismatches = _mismatches([runs], force)
-    control, *others = groups = group(runs)
-    return _compared(groups, [(control, own, _recipe_of(own[0], control[0]), None) for own in others], mismatches, ())
-
-
-def _recipe_of(run: Run, control: Run) -> Recipe | None:
-    """The recipe of a run, among those with this control: the one that `run.json` names, else one with the run's DeepSpeed JSON."""
-    found = [recipe for recipe in read_recipes() if recipe.control == _engine_json(control)]
-    own = [recipe for recipe in found if recipe.name == run.description.get("recipe")]
-    return next(iter(own or [recipe for recipe in found if recipe.config == _engine_json(run)]), None)
+    groups = group(runs)
+    sides = [Side(", ".join(dict.fromkeys(re.sub(r"[-_. ]*\d+$", "", run.name) or run.name for run in own)), own) for own in groups]
+    if len({side.name for side in sides}) < len(sides):
+        sides = [Side(", ".join(run.name for run in own), own) for own in groups]
+    return _compared(sides, [_pair(sides[0], own, None, None) for own in sides[1:]], mismatches)
 
 
 def compare_experiments(
@@ -230,8 +229,7 @@ def compare_experiments(
     absent: Sequence[Absent] = (),
     force: bool = False,
 ) -> Comparison:
-    """Compares the runs of each recipe with those of its control, and judges the claims on testbeds. If a testbed has two recipes, they are
-    also compared with each other, in the last pairs.
+    """Compares the runs of each recipe with those of its control, and judges the claims on testbeds.
 
     Args:
         experiments: (recipe, testbed, runs of the control, runs of the recipe). The testbed is None unless the runs have its unchanged
@@ -240,107 +238,58 @@ def compare_experiments(
     Raises:
         UsageError: as by `compare`.
     """
-    pairings: list[Pairing] = [(_in_order(control), _in_order(own), recipe, testbed) for recipe, testbed, control, own in experiments]
-    mismatches = _mismatches([(*control, *own) for control, own, *_ in pairings], force)
-    groups = dict.fromkeys(group for control, own, *_ in pairings for group in (control, own))
-    return _compared(list(groups), [*pairings, *_pairs_of_recipes(pairings)], mismatches, absent)
+    experiments = list(experiments)
+    mismatches = _mismatches([(*control, *own) for _, _, control, own in experiments], force)
+    sides: dict[Group, Side] = {}  # a control that recipes share is one side
 
+    def side(name: str, runs: Sequence[Run]) -> Side:
+        return sides.setdefault(members := _in_order(runs), Side(name, members))
 
-def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
-    """The two recipes of each testbed (or setting) that has exactly two, paired with each other, without claims."""
-    known = {pairing[:2] for pairing in pairings}
-    for found in _grouped(pairings, lambda pairing: pairing[3] and pairing[3].name):
-        if len(found) == 2 and not {(found[0][1], found[1][1]), (found[1][1], found[0][1])} & known:
-            (_, one, *_), (_, other, _, testbed) = found
-            if one != other and _basis_of_losses(one[0]) == _basis_of_losses(other[0]):
-                yield one, other, None, testbed
+    pairs = []
+    for recipe, testbed, control, own in experiments:
+        pairs.append(_pair(side(Path(recipe.control).stem, control), side(recipe.name, own), recipe, testbed))
+    return _compared([*sides.values()], pairs, mismatches, absent)
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
     """The runs of each configuration. If a seed occurs twice, they are also grouped by commit and package versions."""
 
-    def configuration(run: Run) -> Any:
-        own = {key: _hashable(value) for key, value in settings(run).items() if value is not None and not _is_circumstance(key)}
-        return frozenset(own.items())
-
     def code(run: Run) -> str:
         return json.dumps([run.description.get("commit"), run.description.get("versions")], sort_keys=True)
 
+    alike: list[list[Run]] = []
+    for run in runs:
+        same = next((members for members in alike if not differences(members[0], run)), None)
+        if same is None:
+            alike.append([run])
+        else:
+            same.append(run)
     groups: list[list[Run]] = []
-    for same in _grouped(runs, configuration):
-        groups += _grouped(same, code) if len({run.seed for run in same}) < len(same) else [same]
+    for members in alike:
+        by_code: dict[str, list[Run]] = {}
+        for run in members:
+            by_code.setdefault(code(run), []).append(run)
+        groups += by_code.values() if len({run.seed for run in members}) < len(members) else [members]
     return [_in_order(members) for members in groups]
-
-
-def _grouped(members: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
-    groups: dict[Any, list[T]] = {}
-    for member in members:
-        groups.setdefault(key(member), []).append(member)
-    return list(groups.values())
 
 
 def _in_order(runs: Iterable[Run]) -> Group:
     return tuple(sorted(runs, key=lambda run: run.seed))
 
 
-# --- what differs ---------------------------------------------------------------------------------------------------------------------
+def differences(one: Run, other: Run) -> list[tuple[str, Any, Any]]:
+    """The settings of two runs that differ: dotted path in `run.json` and both values, None where absent."""
+    before, after = _settings(one), _settings(other)
+    found = [difference for key in before | after for difference in differences_of(key, before.get(key), after.get(key))]
+    return [difference for difference in found if difference[0] not in REPEATED]
 
 
-def settings(run: Run) -> dict[str, Any]:
-    """The configuration and the circumstances of a run as `run.json` records them, by dotted path."""
-    description = {key: value for key, value in without_defaults(run.description).items() if is_compared(key)}
+def _settings(run: Run) -> dict[str, Any]:
+    """The configuration of a run as `run.json` records it."""
     # "nvme_path": "auto" is resolved to a folder that contains the run's name.
-    scratch = str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH)
-    leaves = {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}
-    return {key: value for key, value in leaves.items() if key not in REPEATED}
-
-
-def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Each value with its path. A list of numbers or strings is one value, and so is an empty section, except the top and `techniques`."""
-    if isinstance(value, dict) and (value or path in ((), ("techniques",))):
-        for key, member in value.items():
-            yield from _leaves(member, (*path, key))
-    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        for place, item in enumerate(value):
-            yield from _leaves(item, (*path, place))
-    else:
-        yield path, value
-
-
-def _section(key: str) -> str:
-    return key.partition(".")[0]
-
-
-def _hashable(value: Any) -> Any:
-    """A hashable form, equal for values that are equal in JSON: 50000000 and 5e7, but not 1 and true."""
-    if isinstance(value, list):
-        return tuple(_hashable(item) for item in value)
-    return type(value) is bool, "{}" if value == {} else value
-
-
-def differences(control: Sequence[Run], other: Sequence[Run]) -> tuple[Difference, ...]:
-    """Every setting and circumstance that differs between two sides: settings first, in the order of `run.json`."""
-    before, after = (_settings_of_side(runs) for runs in (control, other))
-    found = [
-        Difference(key, before.get(key), after.get(key))
-        for key in before | after
-        if _hashable(before.get(key)) != _hashable(after.get(key))
-    ]
-    return tuple(sorted(found, key=lambda one: _is_circumstance(one.key)))
-
-
-def _is_circumstance(key: str) -> bool:
-    """Whether the runs of a side may differ in a setting: names, places, code, machine, what is saved and logged."""
-    return kind_of(_section(key)) == RECORD or _section(key) == "versions"
-
-
-def _settings_of_side(runs: Sequence[Run]) -> dict[str, Any]:
-    """The `settings` of a side; where its runs differ, a string with all values."""
-    values: dict[str, dict[Any, Any]] = {}
-    for run in runs:
-        for key, value in settings(run).items():
-            values.setdefault(key, {})[_hashable(value)] = value
-    return {key: next(iter(found.values())) if len(found) == 1 else "; ".join(map(str, found.values())) for key, found in values.items()}
+    scratch = json.dumps(str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH))
+    described = json.loads(json.dumps(without_defaults(run.description)).replace(scratch, '"auto"'))
+    return {key: value for key, value in described.items() if changes_numbers(key) and key not in {"seed", "versions"} | REPEATED}
 
 
 # --- what may be compared, and with what ----------------------------------------------------------------------------------------------
@@ -352,7 +301,7 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
     Raises:
         UsageError: there are reasons and no `force`.
     """
-    found: dict[tuple[Any, ...], str] = {}
+    found: dict[tuple[Any, ...], str] = {}  # of the runs with one control, a line per kind and value
     for runs in experiments:
         first = _basis_of_losses(runs[0])
         for run in runs:
@@ -361,9 +310,8 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
                     text = f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first[kind]}"
                     found.setdefault((runs[0].folder, kind, value), text)
     if found and not force:
-        fix = "give runs that agree, or --force, which marks the report"
-        vocabularies = f"{fix}; launch/score.py compares models of different vocabularies in bits per byte"
-        raise UsageError(*(f"{one}; {vocabularies if kind == 'vocabulary' else fix}" for (_, kind, _), one in found.items()))
+        fix = "give runs that agree, or --force, which marks the report (launch/score.py compares models in bits per byte)"
+        raise UsageError(*(f"{one}; {fix}" for one in found.values()))
     return tuple(found.values())
 
 
@@ -389,92 +337,68 @@ def sequences_evaluated(*sides: Side) -> set[int]:
     return {_sequences_evaluated(run) for side in sides for run in side.runs}
 
 
-def _engine_json(run: Run) -> str:
-    """`ds_configs/<name>.json`, as recipes name it; the run may come from another checkout."""
-    return "/".join(Path(run.description["config_file"]).parts[-2:])
-
-
 # --- figures and verdicts -------------------------------------------------------------------------------------------------------------
 
 
-def _compared(
-    groups: Sequence[Group],
-    pairings: Sequence[Pairing],
-    mismatches: tuple[str, ...],
-    absent: Sequence[Absent],
-) -> Comparison:
-    roles: dict[Group, Role] = {control: "control" for control, *_ in pairings}
-    roles |= {side: "recipe" for _, side, recipe, _ in pairings if recipe}
-    roles |= {control: "control" for control, _, recipe, _ in pairings if recipe}  # not a recipe that another recipe is compared with
-    sides = {runs: Side(name, roles.get(runs, "run"), runs) for name, runs in zip(_side_names(groups), groups, strict=True)}
-    pairs = [_pair(sides[control], sides[own], recipe, testbed) for control, own, recipe, testbed in pairings]
-    remarks = [remark for side in sides.values() for remark in _side_remarks(side)]
+def _compared(sides: Sequence[Side], pairs: Sequence[Pair], mismatches: tuple[str, ...], absent: Sequence[Absent] = ()) -> Comparison:
+    remarks = [remark for side in sides for remark in _side_remarks(side)]
     remarks += [f"{pair.title}: {remark}" for pair in pairs for remark in _pair_remarks(pair)]
     if len(sides) == 1:
         remarks.append("all runs have the same configuration, so there is nothing to compare them with")
-    return Comparison(tuple(sides.values()), tuple(pairs), mismatches, tuple(absent), tuple(dict.fromkeys(remarks)))
-
-
-def _side_names(groups: Sequence[Group]) -> list[str]:
-    """The name of each group's DeepSpeed JSON; where several groups have the same, with the name of their first run."""
-    stems = [Path(runs[0].description["config_file"]).stem for runs in groups]
-    return [f"{stem} ({runs[0].name})" if stems.count(stem) > 1 else stem for stem, runs in zip(stems, groups, strict=True)]
-
-
-def _interleaved_with(run: Run) -> list[Any]:
-    """The group that a run was interleaved with, at its start and after each resume; None where it trained alone."""
-    return [start.get("interleaved") for start in starts_of(run.description)]
+    return Comparison(tuple(sides), tuple(pairs), mismatches, tuple(absent), tuple(remarks))
 
 
 def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | None) -> Pair:
-    runs = [one.by_seed() for one in (control, side)]
-    numbers = [{seed: _comparable_measures(one[seed]) for seed in sorted(one)} for one in runs]
+    pair = Pair(control, side, recipe, testbed, {})
+    # Losses during training can be compared if they are of the same sequences.
     same_evaluations = len(sequences_evaluated(control, side)) == 1
-
-    def figure(name: str) -> Figure | None:
-        if not same_evaluations and name in (EQUAL_TIME, *TO_TARGET):
-            return None
-        if name in TO_TARGET:
-            sides = [_timed(one) if name in TIMED else one for one in runs]
-            return _to_target(sides, TO_TARGET[name], testbed.target_loss) if testbed else None
-        before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
-        if name == EQUAL_TIME:
-            before, after = losses_at_equal_time(*map(_timed, runs))
-        values = (*before.values(), *after.values())
-        if not values or (name in SHOWN_IF_ANY and not any(values)):
-            return None
-        ratio = None if name in (LOSS, EQUAL_TIME) else _paired(before, after, "ratio")
-        return Figure(before, after, _paired(before, after, "difference"), ratio)
-
-    figures = {name: found for name in FIGURES if (found := figure(name))}
-    seeds = tuple(sorted(runs[0].keys() & runs[1].keys()))
-    pair = Pair(control, side, recipe, testbed, differences(control.runs, side.runs), seeds, figures)
-    claims = pair.experiment.claims if pair.experiment and _as_planned(pair.experiment, *runs) else ()
-    return replace(pair, verdicts=tuple(_judged(claim, pair, *numbers) for claim in claims))
+    target = testbed.target_loss if testbed and same_evaluations else None
+    before, after = ({seed: _comparable_measures(run, target) for seed, run in one.by_seed().items()} for one in (control, side))
+    for runs in pair.runs if same_evaluations else ():
+        losses = losses_at_equal_time(*runs)
+        for measures, loss in zip((before, after), losses, strict=False):
+            measures[runs[0].seed][EQUAL_TIME] = loss
+    pair = replace(pair, figures={name: found for name in FIGURES if (found := _figure(name, before, after))})
+    claims = pair.experiment.claims if pair.experiment and _as_planned(pair.experiment, control, side) else ()
+    return replace(pair, verdicts=tuple(_judged(claim, pair, before, after) for claim in claims))
 
 
-def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]]) -> Verdict:
+Measures = Mapping[int, Mapping[str, float]]  # by seed
+
+
+def _figure(name: str, control: Measures, other: Measures) -> Figure | None:
+    before, after = ({seed: own[name] for seed, own in sorted(side.items()) if name in own} for side in (control, other))
+    values = [*before.values(), *after.values()]
+    if not any(values):
+        return None
+    found = Figure(before, after, None, None)
+    if name in TO_TARGET and not all(map(math.isfinite, values)):
+        return found  # without the runs that did not reach it, the rest would look faster
+    control_values, own_values = ([pair[side] for pair in found.pairs.values()] for side in (0, 1))
+    ratio = None if name in (LOSS, EQUAL_TIME) else paired_interval(control_values, own_values, "ratio")
+    return replace(found, difference=paired_interval(control_values, own_values), ratio=ratio)
+
+
+def _judged(claim: Claim, pair: Pair, *measures: Measures) -> Verdict:
     """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
     if claim.measure == "step_time" and not pair.on_equal_terms:
         return Verdict(
             claim,
             "the runs of a seed were not interleaved on one machine; train both in another --runs_dir, with memory for both (--at_once 2)",
         )
-    if claim.key != LOSS and (
-        failed := [run.name for side in (pair.control, pair.side) for run in side.by_seed().values() if not run.finished]
-    ):
+    if claim.key != LOSS and (failed := [run.name for runs in zip(*pair.runs, strict=True) for run in runs if not run.finished]):
         return Verdict(claim, f"a run diverged, so its {claim.measure} is not that of a whole run: {', '.join(failed)}")
-    before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in numbers)
+    before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in measures)
     # A diverged run of the recipe is evidence about the loss; a diverged run of the control leaves nothing to compare with.
     if lacking := [seed for seed, x, y in zip(pair.seeds, before, after, strict=True) if not math.isfinite(x) or math.isnan(y)]:
         return Verdict(claim, f"the control diverged, or a run lacks the measure, with seed {', '.join(map(str, lacking))}")
     return judge(claim, before, after)
 
 
-def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
+def _as_planned(experiment: Experiment, *sides: Side) -> bool:
     """Whether both sides have the planned seeds, no other, and all their runs have ended."""
-    planned = set(range(1, experiment.seeds + 1))
-    return all(set(runs) == planned and all(run.finished or run.diverged for run in runs.values()) for runs in sides)
+    planned = [*range(1, experiment.seeds + 1)]
+    return all(sorted(side.by_seed()) == planned and all(run.state != "unfinished" for run in side.runs) for side in sides)
 
 
 def _side_remarks(side: Side) -> Iterator[str]:
@@ -485,112 +409,79 @@ def _side_remarks(side: Side) -> Iterator[str]:
 
 
 def _pair_remarks(pair: Pair) -> Iterator[str]:
-    """Sentences on excluded runs, and on differences besides the recipe."""
-    control, own = pair.control.by_seed(), pair.side.by_seed()
-    if alone := sorted(control.keys() ^ own.keys()):
+    """Sentences on excluded runs, and on what else may cause the differences."""
+    if alone := sorted(pair.control.by_seed().keys() ^ pair.side.by_seed().keys()):
         yield f"seed {', '.join(map(str, alone))} was run on one side only, and is excluded from differences and verdicts"
-    for seed in pair.seeds:
-        for run in (control[seed], own[seed]):
+    for control, own in pair.runs:
+        for run in (control, own):
             if run.diverged or not run.finished:
                 sums = "" if run.finished else " and of sums over the run"
-                infinite = pair.verdicts and run.diverged and run is own[seed] and not control[seed].diverged
-                judged = "; in claims about the loss it counts as infinite" if infinite else ""
-                why = f"{run.folder} {'diverged' if run.diverged else 'is unfinished'}{judged}"
-                yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {why}"
+                why = f"{run.folder} {'diverged' if run.diverged else 'is unfinished'}"
+                yield f"seed {run.seed} is excluded from the difference of the final loss{sums}, because {why}"
     if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
         planned = f"{pair.experiment.seeds} seeds, from 1 on, all to their end, are planned on {pair.testbed.name}"
         yield f"exploratory, without verdicts: {planned}"
     if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
-    untimed = [run for seed in pair.seeds for run in (control[seed], own[seed]) if run.timed_steps < MIN_TIMED_STEPS]
+    untimed = sorted({run.seed for runs in pair.runs for run in runs if run.timed_steps < MIN_TIMED_STEPS})
     if untimed:
-        run = min(untimed, key=lambda run: run.timed_steps)
-        yield (
-            f"times of seed {', '.join(map(str, sorted({run.seed for run in untimed})))} are not compared: {run.folder} has"
-            f" {run.timed_steps:.0f} timed steps, those after the first {WARM_UP_STEPS} of each start, and {MIN_TIMED_STEPS} are needed"
-        )
-    if not pair.interleaved and {run.seed for run in untimed} != {*pair.seeds}:
+        steps = f"{MIN_TIMED_STEPS} timed steps, those after the first {WARM_UP_STEPS} of each start"
+        yield f"times of seed {', '.join(map(str, untimed))} are not compared, because a run has fewer than {steps}"
+    if not pair.interleaved and untimed != [*pair.seeds]:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
-    if any(_section(one.key) == "machine" for one in pair.differences):
-        yield "not all runs used the same machine, so differences in time and memory may come from the machine"
-    if len({str(run.description.get("commit")) for run in (*pair.control.runs, *pair.side.runs)}) > 1:
-        yield "not all runs used the same commit, so differences may come from the code"
-    if packages := other_versions(pair):
-        yield f"not all runs used the same {', '.join(packages)}, so differences may come from the version"
-    if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair)]):
-        yield f"settings that the recipe does not name differ too, and may cause the effect: {', '.join(others)}"
+    for key, effect in (("machine", "in time and memory may come from the machine"), ("commit", "may come from the code")):
+        if pair.differ_in(key):
+            yield f"not all runs used the same {key}, so differences {effect}"
+    if pair.differ_in("versions"):
+        yield "not all runs used the same package versions, so differences may come from these"
 
 
-def other_versions(pair: Pair) -> list[str]:
-    """The packages of which the sides of a pair used different versions."""
-    return [one.key.partition(".")[2] for one in pair.differences if _section(one.key) == "versions"]
+def _comparable_measures(run: Run, target: float | None) -> dict[str, float]:
+    """The measures of a run, without sums if it ended early, and without times if it has too few timed steps.
 
-
-def _is_expected(key: str, pair: Pair) -> bool:
-    """Whether a difference in `key` is named by the recipe, tuned for each side, a circumstance, or derived from others."""
-    if pair.recipe and "--architecture" in pair.recipe.flags and key.removeprefix("shape.") in FIELDS:
-        return True
-    in_json = key.removeprefix("engine.").removeprefix("techniques.")
-    named = pair.recipe.differs if pair.recipe else []
-    flags = {**(pair.testbed.tuned if pair.testbed else {}), **(pair.experiment.tuned if pair.experiment else {})}
-    tuned = {str(flags["set"]).partition("=")[0].rpartition(".")[2] if flag == "set" else flag for flag in flags}
-    is_tuned = key.rpartition(".")[2] in (tuned | {"min_lr"} if "lr" in tuned else tuned)
-    return is_tuned or _is_circumstance(key) or key in DERIVED or any(f"{in_json}.".startswith(f"{one}.") for one in named)
-
-
-def _comparable_measures(run: Run) -> dict[str, float]:
-    """The measures of a run, without sums if it ended early, and without times if it has too few timed steps."""
-    left_out = (set() if run.finished else SUMS) | (set() if _timed({0: run}) else TIMED)
-    return {name: value for name, value in run.measures.items() if name not in left_out}
-
-
-def _timed(runs: Mapping[int, Run]) -> dict[int, Run]:
-    """The runs whose times can be compared."""
-    return {seed: run for seed, run in runs.items() if run.timed_steps >= MIN_TIMED_STEPS}
-
-
-def losses_at_equal_time(control: Mapping[int, Run], other: Mapping[int, Run]) -> tuple[dict[int, float], dict[int, float]]:
-    """The validation losses of the two runs of each seed when the faster one ends, interpolated between evaluations.
-
-    The learning rate of the slower run has not fully decayed by then. Unfinished runs are left out.
+    target: the loss for `TO_TARGET`; None leaves these out.
     """
-    before, after = dict[int, float](), dict[int, float]()
-    for seed in sorted(control.keys() & other.keys()):
-        runs = (control[seed], other[seed])
-        known = [np.isfinite(run.columns["val_loss"]) & np.isfinite(run.columns["seconds"]) for run in runs]
-        if all(run.finished for run in runs) and all(one.any() for one in known):
-            seconds, losses = ([run.columns[name][one] for run, one in zip(runs, known, strict=True)] for name in ("seconds", "val_loss"))
-            end = min(one[-1] for one in seconds)
-            before[seed], after[seed] = (float(np.interp(end, *one)) for one in zip(seconds, losses, strict=True))
-    return before, after
+    measures = dict(run.measures)
+    for name, column in TO_TARGET.items():
+        reached = None if target is None else reached_at(run.columns[column], run.columns["val_loss"], target)
+        if reached is not None:
+            measures[name] = reached
+    left_out = (set() if run.finished else SUMS) | (set() if run.timed_steps >= MIN_TIMED_STEPS else TIMED)
+    return {name: value for name, value in measures.items() if name not in left_out}
 
 
-def _to_target(sides: Sequence[Mapping[int, Run]], column: str, target: float) -> Figure | None:
-    """Where the runs of control and recipe reach the target loss, in "seconds" or "tokens"; None if none was evaluated."""
+def reached_at(x: Column, val_loss: Column, target: float) -> float | None:
+    """Where a run first reaches the validation loss `target`: seconds or tokens. +inf if it does not, None if it was never evaluated.
 
-    def reached(runs: Mapping[int, Run]) -> dict[int, Reached]:
-        found = ((seed, reached_at(runs[seed].columns[column], runs[seed].columns["val_loss"], target)) for seed in sorted(runs))
-        return {seed: one for seed, one in found if one is not None}
+    The loss of each evaluation is noisy, so the first one below the target comes too early by chance. The curve is therefore fitted by
+    isotonic regression, the non-increasing curve with the least squared error (Barlow et al., Statistical Inference under Order
+    Restrictions, 1972). It pools evaluations that are out of order into blocks; the target is reached where the line through the centres
+    of the blocks crosses it.
 
-    control, other = (reached(runs) for runs in sides)
-    if not control and not other:
+    Args:
+        x: (rows,), the seconds or tokens so far, not decreasing.
+        val_loss: (rows,), NaN in rows without an evaluation.
+    """
+    known = np.isfinite(val_loss) & np.isfinite(x)
+    if not known.any():
         return None
-    before, after = ({seed: math.inf if one.censored else one.at for seed, one in side.items()} for side in (control, other))
-    if (found := ratio_to_target(control, other)) is None:
-        return Figure(before, after, None, None)
-    return Figure(before, after, _paired(before, after, "difference") if min(found.reached) == found.seeds else None, found.ratio, found)
+    fit = isotonic_regression(val_loss[known], increasing=False)
+    levels = fit.x[fit.blocks[:-1]]
+    centres = np.add.reduceat(x[known], fit.blocks[:-1]) / np.diff(fit.blocks)
+    return math.inf if levels[-1] > target else float(np.interp(-target, -levels, centres))  # np.interp needs values that rise
 
 
-def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Interval | None:
-    """The mean difference or ratio over the seeds whose values are finite on both sides."""
-    pairs = _finite_pairs(control, other).values()
-    return paired_interval([before for before, _ in pairs], [after for _, after in pairs], scale)
-
-
-def _finite_pairs(control: Mapping[int, float], other: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    both = {seed: (control[seed], other[seed]) for seed in control if seed in other}
-    return {seed: pair for seed, pair in both.items() if np.isfinite(pair).all()}
+def losses_at_equal_time(*runs: Run) -> list[float]:
+    """The validation losses of two runs when the faster one ends, interpolated between evaluations; [] unless both have finished and were
+    timed. The learning rate of the slower run has not fully decayed by then.
+    """
+    known = [np.isfinite(run.columns["val_loss"]) & np.isfinite(run.columns["seconds"]) for run in runs]
+    if not all(run.finished and run.timed_steps >= MIN_TIMED_STEPS and rows.any() for run, rows in zip(runs, known, strict=True)):
+        return []
+    curves = [(run.columns["seconds"][rows], run.columns["val_loss"][rows]) for run, rows in zip(runs, known, strict=True)]
+    end = min(seconds[-1] for seconds, _ in curves)
+    return [float(np.interp(end, *curve)) for curve in curves]
 
 
 # --- report.json ----------------------------------------------------------------------------------------------------------------------
@@ -602,7 +493,7 @@ def _pair_as_json(pair: Pair) -> dict[str, Any]:
         "control": pair.control.name,
         "side": pair.side.name,
         "seeds": pair.seeds,
-        "differences": [asdict(one) for one in pair.differences],
+        "differences": [dict(zip(("key", "control", "other"), one, strict=True)) for one in pair.differences],
         "figures": {name: asdict(figure) for name, figure in pair.figures.items()},
         "testbed": pair.testbed and pair.testbed.name,
         "claims": [{**asdict(one), "statement": str(one.claim)} for one in pair.verdicts],

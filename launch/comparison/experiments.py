@@ -1,4 +1,4 @@
-"""Runs the experiments of `launch/compare.py`: plans the runs of recipes and controls, trains those that are missing, compares all."""
+"""Runs the experiments of `launch/compare.py`: names the runs of recipes and controls, trains those that are missing, compares all."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import fcntl
 import os
 import shutil
 import sys
-import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
-from launch.comparison.interleaved import run_interleaved, run_parallel
-from launch.comparison.runs import read_run
-from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, corpus_command, fitting_groups, in_order, plan_experiment
+from launch.comparison.interleaved import run_interleaved
+from launch.comparison.runs import Run, read_run
+from launch.comparison.trials import CannotRun, PairedTrials, Trial, corpus_command, fitting_groups, in_order, pair_trials
 from launch.config.flags import open_recipe
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, print_once, printable_line
 from launch.formats.files import check_writable, read_json_object
-from model.accounting import flops_per_token, parameter_count
 from recipes.registry import ROOT, Recipe, Testbed, read_testbed, read_testbeds
 
 #: Ranks of runs on no testbed; with one rank nothing is partitioned or sent.
@@ -32,10 +29,6 @@ CPU_RANKS = 2
 SEEDS = 3
 #: The first seed of explorations on a testbed. Training is deterministic, so the seeds that judge would show the verdict in advance.
 FIRST_EXPLORED = 201
-#: Size of a run's folder per optimizer step, and of a checkpoint per parameter.
-BYTES_PER_STEP, BYTES_PER_PARAMETER = 600, 14
-#: For estimates of time: the size of a matrix product, the fraction of its speed that training reaches on a CPU, FLOP/s per GPU.
-SIZE, UTILIZATION, GPU_SPEED = 1024, 0.5, 2e14
 
 
 def run_experiments(
@@ -60,46 +53,41 @@ def run_experiments(
     """
     absent: list[Absent] = []
 
-    def leave_out(folder: Path | str, recipe: Recipe, reason: CannotRun) -> None:
+    def leave_out(recipe: Recipe, reason: CannotRun) -> None:
         if not flags.all:
-            raise UsageError(f"{folder}: {reason}") from None
+            raise UsageError(f"{recipe.name}: {reason}") from None
         absent.append(Absent(recipe.name, str(reason)))
         print_once(f"{recipe.name} cannot run here: {reason}")
 
-    found: list[tuple[Path | str, Recipe, Testbed | None]] = []
-    for folder in folders:
-        recipe = open_recipe(folder)
+    found: list[tuple[Recipe, Testbed | None]] = []
+    for recipe in map(open_recipe, folders):
         try:
-            found += [(folder, recipe, testbed) for testbed in _testbeds(recipe, passed_on, flags)]
+            found += [(recipe, testbed) for testbed in _testbeds(recipe, passed_on, flags)]
         except CannotRun as reason:
-            leave_out(folder, recipe, reason)
-    used = {testbed.name for _, _, testbed in found if testbed}
+            leave_out(recipe, reason)
+    used = {testbed.name for _, testbed in found if testbed}
     if not flags.all and (unused := [name for name in flags.testbed if name not in used]):
         raise UsageError(f"--testbed {unused[0]}: none of the recipes has an experiment on it; leave it out")
-    share_cores(flags, max((ranks_of(recipe, testbed, flags) for _, recipe, testbed in found), default=1))
-    planned: list[PlannedExperiment] = []
-    for folder, recipe, testbed in found:
+    share_cores(flags, max((ranks_of(recipe, testbed, flags) for recipe, testbed in found), default=1))
+    pairs: list[PairedTrials] = []
+    for recipe, testbed in found:
         if testbed:
             if check:
                 check(recipe, testbed)
-            if (plan := recipe.experiments[testbed.name]).sweep and not plan.tuned:
-                tune = f"python launch/compare.py --tune --testbed {testbed.name} --recipe recipes/{recipe.name}"
-                print_once(f"{recipe.name} is not tuned on {testbed.name} and trains with the testbed's values; to tune it: {tune}")
+            if (own := recipe.experiments[testbed.name]).sweep and not own.tuned:
+                print_once(f"{recipe.name} is not tuned on {testbed.name} (--tune), and trains with the testbed's values")
         try:
-            planned.append(_plan(recipe, testbed, passed_on, flags))
+            pairs.append(_paired_trials(recipe, testbed, passed_on, flags))
         except CannotRun as reason:
-            leave_out(folder, recipe, reason)
-    if not planned:
+            leave_out(recipe, reason)
+    if not pairs:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
-    runs_dir = Path(flags.runs_dir)
-    failures = train_missing(flags, in_order(planned), runs_dir)
-    names = {trial.name for one in planned for trial in (*one.control, *one.own)}
-    runs = {name: read_run(runs_dir / name) for name in sorted(names) if (runs_dir / name / "run.json").exists()}
+    runs, failures = train_missing(flags, in_order(pairs))
     experiments = []
-    for one in planned:
-        control, own = ([runs[trial.name] for trial in trials if trial.name in runs] for trials in (one.control, one.own))
-        if control and own:
-            experiments.append((one.recipe, one.testbed, control, own))
+    for one in pairs:
+        control, own_runs = ([runs[trial.name] for trial in trials if trial.name in runs] for trials in (one.control, one.own))
+        if control and own_runs:
+            experiments.append((one.recipe, one.testbed, control, own_runs))
         else:
             why = next(failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures)
             absent.append(Absent(one.recipe.name, f"{one.testbed.name}: {why}" if one.testbed else why))
@@ -120,14 +108,11 @@ def testbed_named(name: str) -> Testbed:
 
 def check_corpus(testbed: Testbed) -> None:
     """Raises CannotRun if the testbed's corpus is missing, or has another tokenizer than the testbed states."""
-    folder = Path(testbed.flags["data"])
-    command = corpus_command(testbed)
-    manifest = folder / "manifest.json"
-    if not manifest.exists():
-        raise CannotRun(f"the corpus of {testbed.name}, {folder}, does not exist; make it: {command}")
-    found = read_json_object(manifest, f"make the corpus again: {command}").get("options", {}).get("tokenizer")
-    if found != testbed.corpus["tokenizer"]:
-        raise CannotRun(f"{folder} has the tokenizer {found}, not that of {testbed.name}; move it away, and make it again: {command}")
+    manifest, command = Path(testbed.flags["data"]) / "manifest.json", corpus_command(testbed)
+    options = read_json_object(manifest, f"make it again: {command}").get("options", {}) if manifest.exists() else {}
+    if options.get("tokenizer") != testbed.corpus["tokenizer"]:
+        found = f"has the tokenizer {options.get('tokenizer')}; move it away, and" if options else "does not exist;"
+        raise CannotRun(f"the corpus of {testbed.name}, {manifest.parent}, {found} make it: {command}")
 
 
 def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
@@ -138,16 +123,15 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
     testbeds: list[Testbed | None] = [testbed for testbed in given if testbed.name in recipe.experiments]
     if not testbeds:
         asked = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
-        here, on_cpu = ([one.name for one in read_testbeds(device) if one.name in recipe.experiments] for device in (device_type(), "cpu"))
-        way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
-        raise CannotRun(f"it has no experiment on {asked}; {way}give a setting, such as --steps 200")
+        own = f"its testbeds are {', '.join(recipe.experiments)}; " if recipe.experiments else ""
+        raise CannotRun(f"it has no experiment on {asked}; {own}or give a setting, such as --steps 200")
     for testbed in testbeds:
         if testbed:
             check_corpus(testbed)
     return testbeds
 
 
-def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], flags: argparse.Namespace) -> PlannedExperiment:
+def _paired_trials(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], flags: argparse.Namespace) -> PairedTrials:
     count = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
     first = FIRST_EXPLORED if testbed and flags.seeds else 1
     ranks = ranks_of(recipe, testbed, flags)
@@ -157,7 +141,7 @@ def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], fla
     timed = [claim for claim in recipe.experiments[testbed.name].claims if claim.measure == "step_time"] if testbed else []
     if flags.parallel and flags.publish and timed:
         raise UsageError(f"--parallel: recipes/{recipe.name} claims '{timed[0]}', which needs interleaved runs; leave out --parallel")
-    return plan_experiment(recipe, passed_on, range(first, first + count), ranks, testbed)
+    return pair_trials(recipe, passed_on, range(first, first + count), ranks, testbed)
 
 
 def ranks_of(recipe: Recipe, testbed: Testbed | None, flags: argparse.Namespace) -> int:
@@ -170,18 +154,25 @@ def ranks_of(recipe: Recipe, testbed: Testbed | None, flags: argparse.Namespace)
 
 
 def share_cores(flags: argparse.Namespace, ranks: int) -> None:
-    """With `--parallel`, give each rank an equal share of the cores. Call it before planning: the number of threads is part of the name."""
+    """With `--parallel`, give each rank an equal share of the cores. Call it first: the number of threads is part of a name."""
     if flags.parallel:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // (flags.parallel * ranks))))
 
 
-def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
+def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> tuple[dict[str, Run], dict[str, str]]:
     """Train the runs that have not ended: those of a batch interleaved, or with `--parallel`, several at the same time.
 
-    Returns name -> reason for the runs that failed. Raises UsageError as `Trial.check_folder` does.
+    Returns all runs that have begun, and the reasons for those that failed, by name. Raises UsageError as `Trial.check_folder` does.
     """
+    runs_dir = Path(flags.runs_dir)
     for trial in (trial for trials in batches for trial in trials):
         trial.check_folder(runs_dir / trial.name)
+    failures = _train(flags, batches, runs_dir)
+    names = sorted({trial.name for trials in batches for trial in trials})
+    return {name: read_run(runs_dir / name) for name in names if (runs_dir / name / "run.json").exists()}, failures
+
+
+def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     if flags.parallel:
         missing = [[trial for trials in missing for trial in trials]]
@@ -192,14 +183,11 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
     with _locked(runs_dir):
         trials = [trial for group in groups for trial in group]
         how = f"{max(map(len, groups))} of them {'at the same time' if flags.parallel else 'interleaved'}"
-        print_once(f"training {len(trials)} runs, at most {how}, in {runs_dir}: {estimate(groups, flags.parallel)}")
+        print_once(f"training {len(trials)} runs, at most {how}, in {runs_dir}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         ended: list[str] = []
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: on a terminal
-
-            def on_steps(name: str, made: int) -> None:
-                bar.update(made)
 
             def on_end(name: str, code: int) -> None:
                 ended.append(name)
@@ -211,13 +199,10 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
                 if bar.disable and not flags.quiet:
                     print_once(f"{len(ended)} of {len(trials)} runs have ended")
 
-            scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in trials}
             try:
-                if flags.parallel:
-                    run_parallel(scripts, runs_dir, flags.parallel, on_steps, on_end)
-                else:
-                    for group in groups:
-                        run_interleaved({trial.name: scripts[trial.name] for trial in group}, runs_dir, on_steps, on_end)
+                for group in [trials] if flags.parallel else groups:
+                    scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
+                    run_interleaved(scripts, runs_dir, lambda _, made: bar.update(made), on_end, flags.parallel)
             except SystemExit:
                 bar.close()
                 print_once("stopped; the same command resumes the runs", sys.stderr)
@@ -229,21 +214,6 @@ def script_of(trial: Trial, runs_dir: Path) -> list[str]:
     """`launch/pretrain.py` with the arguments of a run, which is resumed if it has a folder already."""
     resume = ["--resume"] if (runs_dir / trial.name).exists() else []
     return [str(ROOT / "launch/pretrain.py"), *trial.flags, "--runs_dir", str(runs_dir), "--run_name", trial.name, *resume]
-
-
-def estimate(groups: Sequence[Sequence[Trial]], parallel: int | None) -> str:
-    """The time and the disk space that runs will take, in words. On a CPU the time is estimated from the speed of a matrix product."""
-    configs = [[trial.config for trial in group] for group in groups]
-    at_once = min(parallel or 1, len(gpus()) or 1)
-    speed, sharing = GPU_SPEED, lambda ranks: ranks * at_once
-    if device_type() == "cpu":
-        matrix = np.ones((SIZE, SIZE), np.float32)
-        seconds = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=3))
-        speed, sharing = UTILIZATION * 2 * SIZE**3 / seconds, lambda ranks: 1
-    work = sum(flops_per_token(one.model_config) * one.total_tokens / sharing(one.ranks) for own in configs for one in own)
-    checkpoints = max(sum(BYTES_PER_PARAMETER * parameter_count(one.model_config) for one in own) for own in configs)
-    disk = checkpoints + sum(BYTES_PER_STEP * one.steps_to_make for own in configs for one in own)
-    return f"about {work / speed / 60:,.0f} minutes and {disk / 2**20:,.0f} MiB of disk (a rough estimate)"
 
 
 def has_ended(run: Path) -> bool:

@@ -20,12 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
 import psutil
 
 from launch.config.hardware import device_type, gpus
-from launch.errors import UsageError
 from launch.training.ranks import interleaving
 
 #: Seconds between two checks of whether a run has ended.
@@ -42,21 +41,13 @@ class InterleavedRun:
         output: the file that holds what it prints.
         environment: its variables, beside those of this process.
         socket_path: where the ranks connect; its folder's name is recorded in `run.json` as the name of the group.
-
-    Raises:
-        UsageError: `socket_path` is longer than a Unix socket's path may be (107 bytes).
     """
 
-    def __init__(
-        self, ranks: int, script: Sequence[str], output: Path, socket_path: Path, environment: Mapping[str, str] = MappingProxyType({})
-    ):
+    def __init__(self, ranks: int, script: Sequence[str], output: Path, socket_path: Path, environment: Mapping[str, str]):
         self.ranks = ranks
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
-        try:
-            self._listener.bind(str(socket_path))
-        except OSError as reason:
-            raise UsageError(f"{socket_path}: cannot be a Unix socket ({reason}); set TMPDIR to a short path, such as /tmp") from None
+        self._listener.bind(str(socket_path))
         self._listener.listen(ranks)
         self._listener.settimeout(POLL_SECONDS)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -149,105 +140,72 @@ def run_interleaved(
     folder: Path,
     on_steps: Callable[[str, int], None],
     on_end: Callable[[str, int], None],
+    parallel: int | None = None,
 ) -> None:
-    """Run all `scripts` with interleaved steps.
+    """Run all `scripts` with interleaved steps, or `parallel` of them at the same time; on GPUs, each of these has one rank and one GPU.
 
     Args:
         scripts: name -> (ranks, script with its arguments).
         folder: `<folder>/<name>.out` gets the output of a script.
-        on_steps: called with a name and the number of steps just made; 0 when it has started.
-        on_end: called with the name and the exit code of each script that has ended.
+        on_steps: called with a name and the number of steps just made; 0 when it has started. From another thread, as `on_end`.
+        on_end: called with the name and the exit code of each script that has ended by itself.
 
     Raises:
         SystemExit: 128 + n for signal n, Ctrl-C or SIGTERM; all runs have been stopped with checkpoints.
     """
     runs: dict[str, InterleavedRun] = {}  # those that have not ended
-    order = list(scripts)
-
-    def finish(name: str) -> None:
-        runs[name].disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
-        runs[name].end()
-        on_end(name, runs.pop(name).process.returncode)
-
-    with tempfile.TemporaryDirectory(prefix="interleaved-") as sockets, _interruptible():
-        try:
-            for number, (name, (ranks, script)) in enumerate(scripts.items()):
-                runs[name] = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / str(number))
-                ready = runs[name].wait_until_ready()
-                on_steps(name, 0)
-                if not ready:
-                    finish(name)
-            while runs:
-                order = [name for name in order if name in runs]
-                for name in order:
-                    runs[name].make_steps()
-                    if runs[name].wait_until_ready():
-                        on_steps(name, interleaving.STEPS)
-                    else:
-                        finish(name)
-                order = [*order[1:], *order[:1]]  # so that no run always follows the same other run
-        except SystemExit as interrupted:
-            for run in runs.values():
-                run.stop(int(interrupted.code or 0) - 128)
-            raise
-        finally:
-            for run in runs.values():
-                run.disconnect()
-            for run in runs.values():
-                run.end()
-
-
-def run_parallel(
-    scripts: Mapping[str, tuple[int, Sequence[str]]],
-    folder: Path,
-    number: int,
-    on_steps: Callable[[str, int], None],
-    on_end: Callable[[str, int], None],
-) -> None:
-    """Run all `scripts`, `number` of them at the same time. On GPUs, each has one rank and uses one GPU.
-
-    Args:
-        scripts, folder, on_end: as for `run_interleaved`.
-        on_steps: called with a name and the number of steps just made, from several threads.
-
-    Raises:
-        SystemExit: as by `run_interleaved`.
-    """
-    runs: list[InterleavedRun] = []
     stopped_by: list[int] = []
     places: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for place in range(number):
+    for place in range(parallel or 1):
         places.put(place)
 
-    def train(name: str) -> tuple[str, int]:
-        ranks, script = scripts[name]
-        place = places.get()
-        try:
-            with tempfile.TemporaryDirectory(prefix="parallel-") as sockets:
-                run = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / "0", _gpu(place))
-                runs.append(run)
-                ready = run.wait_until_ready()
-                while ready and not stopped_by:
-                    run.make_steps()
-                    if ready := run.wait_until_ready():
-                        on_steps(name, interleaving.STEPS)
-                run.disconnect()  # ranks that are still alive stop with a checkpoint
-                run.end()
-        finally:
-            places.put(place)
-        return name, run.process.returncode
+    def advance(name: str, steps: int) -> None:
+        """Wait until the run has made `steps`, or has ended."""
+        if runs[name].wait_until_ready():
+            on_steps(name, steps)
+            return
+        runs[name].disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
+        runs[name].end()
+        code = runs.pop(name).process.returncode
+        if not stopped_by:
+            on_end(name, code)
 
-    with _interruptible(), ThreadPoolExecutor(number) as pool:
+    def train(group: list[str]) -> None:
+        """Train the runs of a group, which take turns."""
+        place = places.get()
+        with tempfile.TemporaryDirectory(prefix="interleaved-", dir="/tmp") as sockets:  # a socket's path has up to 107 bytes
+            try:
+                for number, name in enumerate(group):
+                    if stopped_by:
+                        return
+                    ranks, script = scripts[name]
+                    gpu = _gpu(place) if parallel else {}
+                    runs[name] = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / str(number), gpu)
+                    advance(name, 0)
+                while (group := [name for name in group if name in runs]) and not stopped_by:
+                    for name in group:
+                        if not stopped_by:
+                            runs[name].make_steps()
+                            advance(name, interleaving.STEPS)
+                    group = [*group[1:], *group[:1]]  # so that no run always follows the same other run
+            finally:
+                left = [runs[name] for name in group if name in runs]
+                for run in left:
+                    run.disconnect()
+                for run in left:
+                    run.end()
+                places.put(place)
+
+    groups = [[name] for name in scripts] if parallel else [[*scripts]]
+    with _interruptible(), ThreadPoolExecutor(parallel or 1) as pool:
         try:
-            for ended in as_completed([pool.submit(train, name) for name in scripts]):
-                on_end(*ended.result())
+            for ended in as_completed([pool.submit(train, group) for group in groups]):
+                ended.result()
         except BaseException as reason:
             stopped_by.append(int(reason.code or 0) - 128 if isinstance(reason, SystemExit) else signal.SIGTERM)
             pool.shutdown(wait=False, cancel_futures=True)
-            for run in list(runs):
+            for run in [*runs.values()]:
                 run.stop(stopped_by[0])
-            for run in list(runs):
-                run.end()
             raise
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from data_pipeline.staging import write_atomically
-from launch.comparison.comparison import Comparison, Pair, other_versions
-from launch.comparison.recipe_pages import RESULTS, plan_files, plan_in, planned, write_pages
+from launch.comparison.comparison import Comparison, Pair
+from launch.comparison.recipe_pages import RESULTS, protocol, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import CODE, settings_on, tuned_by
 from launch.comparison.tuning import CONTROL, edges, published_sweep
@@ -20,7 +20,7 @@ from launch.errors import UsageError
 from launch.formats.files import read_committed
 from launch.training.run_folder.provenance import machine_in_words, repository_commit
 from launch.training.run_folder.run_json import commits_of
-from recipes.registry import ROOT, Recipe, Testbed
+from recipes.registry import ROOT, Recipe, Testbed, read_recipe
 
 #: The files that the numbers of a run depend on, as git pathspecs.
 TRAINING = [*CODE, "ds_configs", "constraints.txt", ":(glob)recipes/*.py", ":(glob)recipes/*/*.py"]
@@ -33,8 +33,6 @@ def check_checkout() -> None:
     if commit is None or "+" in commit:
         what = "this checkout has uncommitted changes" if commit else "this is not a git checkout"
         raise UsageError(f"--publish: {what}, so its results could not be reproduced; commit first, or leave out --publish")
-    if (_git("rev-parse", "--is-shallow-repository") or "").strip() == "true":
-        raise UsageError("--publish: this clone is shallow and lacks the commits of the claims; run `git fetch --unshallow` first")
     if unknown := (_git("ls-files", "--others", "--exclude-standard", "--", *TRAINING) or "").splitlines():
         raise UsageError(f"--publish: {unknown[0]} is not in git, so results could not be reproduced; commit it first, or remove it")
 
@@ -45,11 +43,11 @@ def publish(comparison: Comparison, parallel: int | None = None) -> None:
     parallel: the value of --parallel, for the command that is published.
 
     Raises:
-        UsageError: the results could not be reproduced, or do not follow the plan of the experiment.
+        UsageError: the results could not be reproduced, or are not those of the experiment that the recipe states.
     """
     if comparison.mismatches:
         raise UsageError(f"--publish: {comparison.mismatches[0]}; publish a comparison that needs no --force")
-    entries = [(pair, _entry(pair, parallel)) for pair in comparison.pairs if pair.recipe is not None]
+    entries = [(pair, _entry(pair, parallel)) for pair in comparison.pairs]
     for pair, entry in entries:
         assert pair.recipe is not None and pair.testbed is not None
         file = ROOT / "recipes" / pair.recipe.name / RESULTS
@@ -59,55 +57,35 @@ def publish(comparison: Comparison, parallel: int | None = None) -> None:
 
 def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
     """The entry of results.json for a pair. Raises UsageError if it may not be published."""
-    recipe, testbed = pair.recipe, pair.testbed
-    assert recipe is not None
-    if testbed is None or pair.experiment is None:
+    recipe, testbed, experiment = pair.recipe, pair.testbed, pair.experiment
+    if recipe is None or testbed is None or experiment is None:
         raise UsageError(f"--publish: {pair.title} is on none of the recipe's testbeds; leave out the flags that change the setting")
     where = f"--publish: {recipe.name} on {testbed.name}"
     runs = (*pair.control.runs, *pair.side.runs)
     check_runs(where, runs)
     check_tuned(recipe, testbed)
-    for config, own in ((recipe.control, None), (recipe.config, recipe if pair.experiment.sweep else None)):
-        swept = published_sweep(config, testbed, own)[0]
-        corpora = read_committed(swept).get(testbed.name, {}).get("corpora")  # older sweeps do not state it
-        if corpora and any(run.description["corpus_fingerprint"] not in corpora for run in runs):
-            raise UsageError(f"{where}: its corpus is not that of the sweep in {swept.relative_to(ROOT)}; sweep again on this corpus")
-    if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
-        raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
+    if pair.seeds != tuple(range(1, experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
+        raise UsageError(f"{where}: {experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
         raise UsageError(f"{where}: {unfinished[0]} is unfinished; the same command without --publish resumes it")
-    if packages := other_versions(pair):
-        raise UsageError(f"{where}: control and recipe used different versions of {', '.join(packages)}; train both in another --runs_dir")
-    if not pair.on_equal_terms and any(claim.measure == "step_time" for claim in pair.experiment.claims):
-        raise UsageError(
-            f"{where}: a claim is about the time of a step, and the runs of a seed were not interleaved on one machine; train both in"
-            " another --runs_dir, this recipe alone, with memory for both (--at_once 2)"
-        )
-    now = planned(recipe.name, testbed.name)
+    if pair.differ_in("versions"):
+        raise UsageError(f"{where}: control and recipe used different package versions; train both in another --runs_dir")
+    now = protocol(recipe.name, testbed.name)
     trained_at = {commit for run in pair.side.runs for commit in commits_of(run.description)}
-    if unplanned := [commit for commit in trained_at if plan_at(commit, recipe.name, testbed.name) != now]:
+    if later := [commit for commit in trained_at if protocol_at(commit, recipe.name, testbed.name) != now]:
         raise UsageError(
-            f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the current claims and setting; commit them first,"
+            f"{where}: its runs are of commit {later[0][:7]}, which does not contain the current claims and setting; commit them first,"
             " then train again in another --runs_dir"
         )
-    earlier = read_committed(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
     at_once = f" --parallel {parallel}" if parallel else ""
-    entry = {
+    return {
         "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}{at_once}",
         "commit": pair.side.runs[0].description["commit"],
-        "claims_commit": first_commit(recipe.name, testbed.name, claims_in),
-        "plan_commit": first_commit(recipe.name, testbed.name),
         "machine": " and ".join(dict.fromkeys(machine_in_words(run.description["machine"]) for run in runs)),
         "planned": now,
         "control": [stored_run(run) for run in pair.control.runs],
         "recipe": [stored_run(run) for run in pair.side.runs],
     }
-    if earlier is not None and earlier["planned"] != now and not any(earlier["plan_commit"][:7] in sentence for sentence in recipe.history):
-        raise UsageError(
-            f"{where}: the claims or the setting were changed after a result was published; add a sentence to 'history' in recipe.json"
-            f" that names commit {earlier['plan_commit'][:7]} and what was claimed there"
-        )
-    return entry
 
 
 def check_runs(where: str, runs: Sequence[Run]) -> None:
@@ -121,59 +99,33 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
 
 
 def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
-    """Refuse to publish an experiment unless both sides train with the values that the published sweeps chose."""
+    """Refuse to publish an experiment unless both sides train with the values that the published sweeps chose, inside their grids."""
+    if recipe != read_recipe(ROOT / "recipes" / recipe.name):
+        raise UsageError(f"--publish: {recipe.name} is not a recipe of this checkout, so it has no page to update; leave out --publish")
     sides = [(recipe.control, tuned_by(recipe.control, testbed))]
     sides += [(recipe.config, recipe)] if recipe.experiments[testbed.name].sweep else []
     for config, own in sides:
         if own is None and testbed.reason:
             continue  # the testbed states why it takes other values than the sweep chose
-        used = settings_on(testbed, config, own)
         file, arm = published_sweep(config, testbed, own)
-        chosen = arm["chosen"]
-        sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
-        stated = f"recipes/{own.name}/recipe.json" if own else f"recipes/testbeds/{testbed.name}/testbed.json"
-        if not (arm["grid"] or chosen):
-            fault = f"has no sweep of {config if own else CONTROL} on {testbed.name}; run {sweep}"
-        elif chosen and any(used.get(name) != value for name, value in chosen.items()):
-            values = {name: used.get(name) for name in chosen}
-            fault = f"chose {chosen}, and {values} is used; write the chosen values into 'tuned' of {stated}"
-        elif (swept := read_committed(file).get(testbed.name, {}).get("flags", testbed.flags)) != testbed.flags:
-            changed = next(name for name in {**swept, **testbed.flags} if swept.get(name) != testbed.flags.get(name))
-            fault = f"was measured before '{changed}' of the testbed was changed; run {sweep}"
-        elif at_edge := edges(arm["grid"], chosen):
-            fault = f"{'; '.join(at_edge)} in {stated} and run {sweep}"
-        else:
-            continue
-        raise UsageError(f"--publish: {recipe.name} on {testbed.name}: {file.relative_to(ROOT)}: {fault}")
+        used = {name: value for name, value in settings_on(testbed, config, own).items() if name in (arm["chosen"] or {})}
+        same_testbed = read_committed(file).get(testbed.name, {}).get("flags", testbed.flags) == testbed.flags
+        if not arm["chosen"] or arm["chosen"] != used or not same_testbed or edges(arm["grid"], arm["chosen"]):
+            sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
+            raise UsageError(
+                f"--publish: {recipe.name} on {testbed.name}: {config if own else CONTROL} must train with the best values of a sweep on"
+                f" this testbed, inside its grid; {file.relative_to(ROOT)} has {arm['chosen']}, used are {used}; run {sweep}"
+            )
 
 
-def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
-    """`planned` at a commit; {} if the files did not exist."""
-    return plan_in(lambda file: json.loads(_git("show", f"{commit}:{file}") or "{}"), recipe, testbed)
+def protocol_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
+    """`protocol` at a commit; {} if the files did not exist."""
+    return protocol(recipe, testbed, lambda file: json.loads(_git("show", f"{commit}:{file}") or "{}"))
 
 
 def same_code(commit: str) -> bool:
     """Whether the files that training depends on are the same at this commit as in the checkout's."""
     return _git("diff", "--quiet", commit, "HEAD", "--", *TRAINING) is not None
-
-
-def claims_in(plan: dict[str, Any]) -> Any:
-    """The claims and the number of seeds of a plan."""
-    experiment = plan.get("experiment", {})
-    return experiment.get("claims"), experiment.get("seeds")
-
-
-def first_commit(recipe: str, testbed: str, part: Callable[[dict[str, Any]], Any] = lambda plan: plan) -> str:
-    """The commit that last changed a part of the plan of a recipe on a testbed; by default the whole plan."""
-    now, found = part(planned(recipe, testbed)), ""
-    commits = _git("log", "--format=%H", "--", *plan_files(recipe, testbed)) or ""
-    for commit in commits.split():  # the newest first
-        if part(plan_at(commit, recipe, testbed)) != now:
-            break
-        found = commit
-    if not found:
-        raise UsageError(f"--publish: no commit contains the current claims of {recipe} on {testbed}; commit them first")
-    return found
 
 
 def _git(*words: str) -> str | None:

@@ -10,25 +10,22 @@ whole. Verdicts are recomputed from the measures of the published runs. A test c
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_pipeline.staging import write_atomically
-from launch.comparison.comparison import LOSS, Comparison, Pair, compare_experiments, signed
-from launch.comparison.forest import Row, draw_forest, row
-from launch.comparison.html_report import draw_losses, figure_row
+from launch.comparison import tables
+from launch.comparison.comparison import Comparison, Pair, compare_experiments
+from launch.comparison.pictures import draw_forest, draw_losses
 from launch.comparison.runs import read_stored_run
-from launch.comparison.trials import corpus_command
-from launch.comparison.tuning import draw_tuning, in_words, numbers_in, setting_name
-from launch.comparison.verdicts import SIGNS, Interval, Verdict
+from launch.comparison.tables import COLUMNS, LOSS_COLUMN, Table, signed
+from launch.comparison.tuning import draw_tuning, in_words
+from launch.comparison.verdicts import SIGNS, Interval
 from launch.errors import run_command
 from launch.formats.files import read_committed
 from launch.formats.metrics import read_metrics
@@ -45,13 +42,6 @@ BEGIN, END = "<!-- {}, by `make pages` -->\n", "<!-- end -->\n"
 UNMEASURED = "not measured yet"
 #: Shown for results whose claims or testbed were changed after publication.
 OUTDATED = "measured before the claims or the testbed were changed, so not judged"
-#: The columns of a recipe's table: heading -> the figure, and whether its difference or its ratio to the control is shown.
-COLUMNS = {
-    "loss − control's": (LOSS, "difference"),
-    "time per token ÷ control's": ("tokens_per_second", "ratio"),
-    "memory ÷ control's": ("peak_memory_bytes", "ratio"),
-    "bytes ÷ control's": ("bytes_sent", "ratio"),
-}
 #: Measure that a recipe claims -> its group in the picture of all recipes; the first that it has.
 PURPOSES = {"bytes": "fewer bytes", "step_time": "time or memory", "loss": "loss"}
 #: Single runs that a page shows: the file with the run's lines, and what draws the picture beside it.
@@ -65,30 +55,24 @@ SETTING = ("flags", "tuned", "target_loss", "ranks")
 # --- the published data ---------------------------------------------------------------------------------------------------------------
 
 
-def planned(recipe: str, testbed: str) -> dict[str, Any]:
-    """The current plan of a recipe on a testbed: the experiment, the testbed's setting, both sides."""
-    return plan_in(lambda file: read_committed(ROOT / file), recipe, testbed)
+def protocol(recipe: str, testbed: str, read: Callable[[str], dict[str, Any]] = lambda file: read_committed(ROOT / file)) -> dict[str, Any]:
+    """What an experiment states beforehand: seeds and claims, the testbed's setting, both sides; {} if the recipe has no such experiment.
 
-
-def plan_in(read: Callable[[str], dict[str, Any]], recipe: str, testbed: str) -> dict[str, Any]:
-    """`planned` from the files that `read` returns ({} for a missing one); {} if the recipe has no such experiment."""
-    own, control, setting = (read(file) for file in plan_files(recipe, testbed))
+    read: returns the content of a file, {} for a missing one.
+    """
+    config = read_recipe(ROOT / "recipes" / recipe).control
+    control = next((one.name for one in read_recipes() if one.config == config), Path(config).stem)
+    own, other = (read(f"recipes/{name}/recipe.json") for name in (recipe, control))
+    setting = read(f"recipes/testbeds/{testbed}/testbed.json")
     experiment = own.get("experiments", {}).get(testbed)
     if experiment is None:
         return {}
-    # Earlier commits also planned with an `expected` value, which no verdict depends on.
+    # Earlier commits also stated an `expected` value, which no verdict depends on.
     claims = [{key: value for key, value in claim.items() if key != "expected"} for claim in experiment.get("claims", [])]
     experiment = {**experiment, **({"claims": claims} if "claims" in experiment else {})}
-    tuned = control.get("experiments", {}).get(testbed, {}).get("tuned")
+    tuned = other.get("experiments", {}).get(testbed, {}).get("tuned")
     sides = {**{key: own.get(key) for key in ("config", "control", "ranks")}, "tuned_control": tuned}
     return {"experiment": experiment, "setting": {key: setting.get(key) for key in SETTING}, "sides": sides}
-
-
-def plan_files(recipe: str, testbed: str) -> tuple[str, str, str]:
-    """The files that `planned` reads: the recipe's, its control's (which may not exist) and the testbed's."""
-    config = read_recipe(ROOT / "recipes" / recipe).control
-    control = next((one.name for one in read_recipes() if one.config == config), Path(config).stem)
-    return f"recipes/{recipe}/recipe.json", f"recipes/{control}/recipe.json", f"recipes/testbeds/{testbed}/testbed.json"
 
 
 @dataclass
@@ -104,16 +88,6 @@ class Published:
     entry: dict[str, Any] | None
     pair: Pair | None = None
 
-    @property
-    def verdicts(self) -> tuple[Verdict, ...]:
-        """One per claim; empty without a pair."""
-        return self.pair.verdicts if self.pair else ()
-
-    @property
-    def note(self) -> str:
-        """Why there are no verdicts; empty if there are."""
-        return "" if self.pair else OUTDATED if self.entry else UNMEASURED
-
 
 def published() -> list[Published]:
     """Every recipe on each of its testbeds, ordered by testbed, with the verdicts.
@@ -127,22 +101,15 @@ def published() -> list[Published]:
         if lost := sorted(entries.keys() - recipe.experiments.keys()):
             raise ValueError(f"recipes/{recipe.name}: {RESULTS} has results on {lost[0]}; keep this experiment in recipe.json")
         cells += [Published(recipe, testbeds[name], own, entries.get(name)) for name, own in recipe.experiments.items()]
-    cells.sort(key=lambda cell: (cell.testbed.device, cell.testbed.name, cell.recipe.name))
-    judged = [(cell, cell.entry) for cell in cells if cell.entry and cell.entry["planned"] == planned(cell.recipe.name, cell.testbed.name)]
+    cells.sort(key=lambda one: (one.testbed.device, one.testbed.name, one.recipe.name))
+    judged = [(one, one.entry) for one in cells if one.entry and one.entry["planned"] == protocol(one.recipe.name, one.testbed.name)]
     stored = []
-    for cell, entry in judged:
+    for one, entry in judged:
         control, own = ([read_stored_run(run) for run in entry[side]] for side in ("control", "recipe"))
-        stored.append((cell.recipe, cell.testbed, control, own))
-    for (cell, _), pair in zip(judged, compare_experiments(stored).pairs, strict=False):  # pairs of two recipes follow
-        cell.pair = _with_short_names(pair)
+        stored.append((one.recipe, one.testbed, control, own))
+    for (one, _), pair in zip(judged, compare_experiments(stored).pairs, strict=True):
+        one.pair = pair
     return cells
-
-
-def _with_short_names(pair: Pair) -> Pair:
-    """The pair with its sides named by DeepSpeed JSON and recipe, without the names of runs that `Side.name` may have."""
-    name = pair.recipe.name if pair.recipe else pair.side.name
-    control = Path(pair.control.runs[0].description["config_file"]).stem
-    return replace(pair, control=replace(pair.control, name=control), side=replace(pair.side, name=name))
 
 
 # --- a recipe's page and its results.md ---------------------------------------------------------------------------------------------
@@ -152,41 +119,22 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     """The results on a recipe's page: a row per testbed, and the curves."""
     if not own:
         return "\nIt has no experiment of its own.\n\n"
-    shown = [heading for heading, (name, _) in COLUMNS.items() if any(one.pair and name in one.pair.published_figures for one in own)]
-    shown = shown or [*COLUMNS][:1]
-    rows = [[_link(one.testbed), *(_cell(one, heading) for heading in shown), _claims(one)] for one in own]
-    blocks = [_table(["testbed", *shown, "claims"], rows)]
+    figures = [one.pair.published_figures if one.pair else {} for one in own]
+    shown = [heading for heading, (name, _) in COLUMNS.items() if any(name in found for found in figures)] or [LOSS_COLUMN]
+    rows = []
+    for one, found in zip(own, figures, strict=True):
+        cells = [UNMEASURED if heading == LOSS_COLUMN and not one.pair else tables.cell(found, heading) for heading in shown]
+        rows.append([f"[{one.testbed.name}](../testbeds/README.md)", *cells, _claims(one)])
+    blocks = [Table("Results", ["testbed", *shown, "claims"], rows).markdown()]
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
     blocks.append(f"Means of the pairs, with 95% intervals. All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
     return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
-def _cell(one: Published, heading: str) -> str:
-    """The estimate in a column, with its 95% interval."""
-    name, scale = COLUMNS[heading]
-    found = _estimate(one.pair, name, scale)
-    return UNMEASURED if one.pair is None and name == LOSS else "–" if found is None else _with_interval(found, scale)
-
-
-def _estimate(pair: Pair | None, name: str, scale: str) -> Interval | None:
-    """The difference or the ratio of a figure; for the speed, the ratio of the times."""
-    figure = pair.published_figures.get(name) if pair else None
-    if figure is None:
-        return None
-    found = figure.difference if scale == "difference" else figure.ratio
-    return found.inverse() if found and name == "tokens_per_second" else found
-
-
-def _with_interval(found: Interval, scale: str) -> str:
-    write = "{:.3f}".format if scale == "ratio" else lambda value: signed(value) if value else "0"
-    interval = f" ({write(found.low)} to {write(found.high)})" if found.low is not None and found.high is not None else ""
-    return write(found.mean) + interval
-
-
 def _claims(one: Published) -> str:
     """The claims on a testbed with their verdicts."""
-    outcomes = {verdict.claim: f" {SIGNS[verdict.outcome]}" for verdict in one.verdicts}
+    outcomes = {verdict.claim: f" {SIGNS[verdict.outcome]}" for verdict in (one.pair.verdicts if one.pair else ())}
     return ", ".join(f"`{claim.label}`{outcomes.get(claim, '')}" for claim in one.experiment.claims) or "–"
 
 
@@ -194,20 +142,11 @@ def details(recipe: Recipe, own: list[Published]) -> str:
     """The results.md of a recipe: for each testbed what was claimed and measured, by seed; the sweeps; what was changed over time."""
     blocks = [f"# Results of {recipe.name}", f"Generated by `make pages` from `{RESULTS}` and `tuning.json`. [The recipe](README.md)"]
     blocks += [block for one in own for block in _measured_on(one)]
-    if swept := read_committed(ROOT / "recipes" / recipe.name / "tuning.json"):
+    if (ROOT / "recipes" / recipe.name / "tuning.json").exists():
         blocks += ["## Sweeps", "![Final validation loss over each swept setting, of the recipe and its control](tuning.png)"]
-        blocks.append(f"Machines: {'; '.join(_machines(name, one) for name, one in swept.items())}.")
     if recipe.history:
         blocks += ["## History", "\n".join(f"- {sentence}" for sentence in recipe.history)]
     return "\n\n".join(blocks) + "\n"
-
-
-def _machines(testbed: str, swept: dict[str, Any]) -> str:
-    """The machine of a recipe's sweep on a testbed, and of its control's, which is published in another file."""
-    others = dict.fromkeys(
-        read_committed(ROOT / arm["published_in"])[testbed]["machine"] for arm in swept["arms"].values() if "published_in" in arm
-    )
-    return f"{testbed} {swept['machine']} (control: {_listed(others)})"
 
 
 def _measured_on(one: Published) -> Iterator[str]:
@@ -217,50 +156,22 @@ def _measured_on(one: Published) -> Iterator[str]:
     if entry is None or pair is None:
         claims = "\n".join(f"- {claim}" for claim in one.experiment.claims)
         rest = f" The claims:\n\n{claims}" if claims else " No claims yet."
-        yield f"{one.note.capitalize()}.{rest}"
+        yield f"{(OUTDATED if entry else UNMEASURED).capitalize()}.{rest}"
         return
     description = pair.side.runs[0].description
     turns = "interleaved" if pair.interleaved else "not interleaved, so times are not compared"
-    runs = dict.fromkeys(commit[:7] for run in (*pair.side.runs, *pair.control.runs) for commit in commits_of(run.description))
+    commits = dict.fromkeys(commit[:7] for run in (*pair.side.runs, *pair.control.runs) for commit in commits_of(run.description))
     yield (
-        f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
-        f" {entry['machine']}; learning rate {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits: claims"
-        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {_listed(runs)}."
+        f"Seeds {', '.join(map(str, pair.seeds))}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
+        f" {entry['machine']}; learning rate {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits of the"
+        f" runs: {', '.join(commits)}."
     )
     yield f"    {entry['command']}"
-    if verdicts := one.verdicts:
-        yield "\n".join(f"- {SIGNS[one.outcome]} **{one.outcome}**: {one.claim}; measured: {one.reason}." for one in verdicts)
-    heads = ["mean over seeds ± standard deviation", pair.control.name, one.recipe.name, "difference", "ratio"]
-    yield _table(heads, (figure_row(name, figure) for name, figure in pair.published_figures.items()))
-    if gaps := _gaps(pair):
-        values = (f"{seed}: {signed(gaps[seed]) if seed in gaps else 'diverged'}" for seed in pair.seeds)
-        yield f"Difference of the final loss by seed: {'; '.join(values)}. Standard deviation: {_spread(gaps)}."
-
-
-def _gaps(pair: Pair) -> dict[int, float]:
-    """Seed -> the difference of the final losses, in nats per token. Empty if fewer than two seeds have both."""
-    figure = pair.figures.get(LOSS)
-    if figure is None or len(figure.pairs) < 2:
-        return {}
-    return {seed: other - control for seed, (control, other) in figure.pairs.items()}
-
-
-def _spread(gaps: Mapping[int, float]) -> str:
-    """The standard deviation of the differences over seeds."""
-    return f"{np.std([*gaps.values()], ddof=1):.4f}"
-
-
-def _listed(values: Iterable[Any]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _link(testbed: Testbed) -> str:
-    return f"[{testbed.name}](../testbeds/README.md)"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
-    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
+    if pair.verdicts:
+        yield "\n".join(f"- {verdict}" for verdict in tables.verdicts(pair))
+    yield tables.figures(pair, published=True).markdown()
+    if gaps := tables.by_seed(pair):
+        yield gaps
 
 
 # --- the index, the README and the testbeds -------------------------------------------------------------------------------------------
@@ -274,7 +185,7 @@ def index_table(cells: list[Published]) -> str:
         claims = "; ".join(f"{one.testbed.name}: {_claims(one)}" for one in own if one.experiment.claims) or "–"
         link = f"[{recipe.name}]({recipe.name}/README.md)"
         rows.append([link, f"`{recipe.config}`", f"`{recipe.control}`", claims, recipe.needs or "–"])
-    return f"\n{_table(['recipe', 'DeepSpeed JSON', 'control', 'claims', 'needs'], rows)}\n"
+    return f"\n{Table('Recipes', ['recipe', 'DeepSpeed JSON', 'control', 'claims', 'needs'], rows).markdown()}\n"
 
 
 def short_table(cells: list[Published]) -> str:
@@ -284,10 +195,8 @@ def short_table(cells: list[Published]) -> str:
     for recipe in read_recipes():
         pairs = [one.pair for one in by_tokens if one.recipe.name == recipe.name and one.pair]
 
-        def first(name: str, scale: str, pairs: Sequence[Pair] = pairs) -> Interval | None:
-            return next(filter(None, (_estimate(pair, name, scale) for pair in pairs)), None)
-
-        loss, time, memory, sent = (first(name, scale) for name, scale in COLUMNS.values())
+        found = ([tables.estimate(pair.published_figures, heading) for pair in pairs] for heading in COLUMNS)
+        loss, time, memory, sent = (next(filter(None, of_pairs), None) for of_pairs in found)
         half = "" if loss is None or loss.high is None else f" ± {loss.high - loss.mean:.3f}"
         sizes = [f"{one.mean:.2f}× {what}" for one, what in ((sent, "bytes"), (memory, "memory")) if one and not _includes_1(one)]
         rows.append(
@@ -299,7 +208,8 @@ def short_table(cells: list[Published]) -> str:
                 sizes[0] if sizes else "–",
             ]
         )
-    return _table(["recipe", "what it does", "loss (nats)", "time per token", "memory or bytes sent"], rows) + "\n"
+    heads = ["recipe", "what it does", "loss (nats)", "time per token", "memory or bytes sent"]
+    return Table("Recipes", heads, rows).markdown() + "\n"
 
 
 def _includes_1(ratio: Interval) -> bool:
@@ -315,58 +225,27 @@ def excluded_pairs() -> str:
     """The pairs of recipes that cannot be combined, with what both control, as a Markdown table."""
     classes = {cls.__module__.split(".")[1]: cls.declaration for cls in technique_classes()}
     pairs = [(one, other, classes[one].shared_with(classes[other])) for one, other in combinations(classes, 2)]
-    return _table(["recipe", "recipe", "both control"], [(one, other, str(shared)) for one, other, shared in pairs if shared]) + "\n"
+    rows = [(one, other, str(shared)) for one, other, shared in pairs if shared]
+    return Table("Excluded pairs", ["recipe", "recipe", "both control"], rows).markdown() + "\n"
 
 
 def testbeds_part(cells: list[Published]) -> str:
     """The testbeds as one table: the model and budget, the control's rate, and the spread of a pair."""
     rows = []
     for testbed in read_testbeds():
-        gaps = [_gaps(one.pair) for one in cells if one.testbed.name == testbed.name and one.pair]
-        spreads = sorted(_spread(own) for own in gaps if own)
+        gaps = [tables.loss_gaps(one.pair) for one in cells if one.testbed.name == testbed.name and one.pair]
+        spreads = sorted(tables.spread(own) for own in gaps if own)
         spread = " to ".join(dict.fromkeys((spreads[0], spreads[-1]))) if spreads else UNMEASURED
         rate = {**testbed.flags, **testbed.tuned}.get("lr", "of the preset")
-        rows.append([f"[{testbed.name}]({DETAILS}#{_anchor(testbed.name)})", testbed.device, testbed.title, in_words(rate), spread])
+        rows.append([_settings_and_sweep(testbed), testbed.device, testbed.title, in_words(rate), spread])
     heads = ["testbed", "device", "model and budget", "learning rate of the control", "standard deviation of a pair, by recipe (nats)"]
-    return f"\n{_table(heads, rows)}\n\n"
+    return f"\n{Table('Testbeds', heads, rows).markdown()}\n\n"
 
 
-def _anchor(heading: str) -> str:
-    """GitHub's anchor of a heading."""
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-
-
-def testbed_details(cells: list[Published]) -> str:
-    """The results.md of the testbeds: the settings, the sweep and the spread of the pairs of each."""
-    blocks = ["# Settings and sweeps of the testbeds", "Generated by `make pages` from `testbed.json` and `tuning.json`."]
-    for testbed in read_testbeds():
-        name = testbed.name
-        blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
-        rows = [(setting_name(key, value), in_words(value)) for key, value in testbed.flags.items()]
-        rows.insert(0, ("corpus, made by", f"`{corpus_command(testbed)}`"))
-        unswept = testbed.sweep and not (TESTBEDS / name / "tuning.json").exists()
-        tuned = "not tuned yet" if unswept else "tuned"
-        rows += [(f"{setting_name(key, value)}, {tuned}", in_words(value)) for key, value in testbed.tuned.items()]
-        rows += [
-            (f"{setting_name(key, values[0])}, swept over", _listed(map(in_words, sorted(values, key=numbers_in))))
-            for key, values in testbed.sweep.items()
-        ]
-        rows.append((f"target loss{', before the sweep' if unswept else ''}", f"{testbed.target_loss:g}"))
-        blocks.append(_table(["setting", "value"], rows))
-        if unswept:
-            blocks.append(f"The sweep: {UNMEASURED}.")
-        elif testbed.sweep:
-            blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
-            blocks.append(f"Machine of the sweep: {read_committed(TESTBEDS / name / 'tuning.json')[name]['machine']}.")
-        spreads = []
-        for one in cells:
-            if one.testbed.name == name:
-                gaps = _gaps(one.pair) if one.pair else {}
-                link = f"[{one.recipe.name}](../{one.recipe.name}/{DETAILS})"
-                spreads.append([link, _spread(gaps) if gaps else UNMEASURED, str(len(gaps) or one.experiment.seeds)])
-        heads = ["recipe", "standard deviation of its difference to the control, nats", "seeds"]
-        blocks.append(_table(heads, spreads) if spreads else "No recipe is compared on it yet.")
-    return "\n\n".join(blocks) + "\n"
+def _settings_and_sweep(testbed: Testbed) -> str:
+    """Links to the files of a testbed."""
+    swept = (TESTBEDS / testbed.name / "tuning.json").exists()
+    return f"[{testbed.name}]({testbed.name}/testbed.json)" + (f" ([sweep]({testbed.name}/tuning.png))" if swept else "")
 
 
 # --- writing --------------------------------------------------------------------------------------------------------------------------
@@ -379,7 +258,7 @@ def pages(cells: list[Published]) -> dict[Path, str]:
         INDEX: {"results": index_table(cells), "excluded pairs": excluded_pairs()},
         TESTBEDS / "README.md": {"testbeds": testbeds_part(cells)},
     }
-    whole = {TESTBEDS / DETAILS: testbed_details(cells)}
+    whole = {}
     for recipe in read_recipes():
         own = [one for one in cells if one.recipe.name == recipe.name]
         parts[ROOT / "recipes" / recipe.name / "README.md"] = {"results": measured_part(recipe, own)}
@@ -416,7 +295,7 @@ def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
     return made
 
 
-def forest_rows(cells: list[Published]) -> list[Row]:
+def forest_rows(cells: list[Published]) -> list[tuple[str, str, Pair]]:
     """A row for each recipe that claims more than an equal loss, on its largest measured testbed, grouped by what it claims."""
     largest = {one.recipe.name: one for one in sorted(cells, key=_tokens) if one.pair}
     rows = []
@@ -424,19 +303,14 @@ def forest_rows(cells: list[Published]) -> list[Row]:
         claims = [claim for experiment in one.recipe.experiments.values() for claim in experiment.claims]
         purpose = next((text for measure, text in PURPOSES.items() if measure in {claim.measure for claim in claims}), "")
         if one.pair and any(claim.question != "equal" for claim in claims):
-            outcomes = {verdict.claim: verdict.outcome for verdict in one.verdicts}
-            rows.append(row(purpose, f"{name} ({one.testbed.name})", one.pair.published_figures, outcomes))
-    return sorted(rows, key=lambda one: one.group)
+            rows.append((purpose, f"{name} ({one.testbed.name})", one.pair))
+    return sorted(rows, key=lambda row: row[0])
 
 
 def write_pages() -> None:
-    """Write every page, draw every picture, and remove pictures of recipes without results."""
+    """Write every page, and draw every picture."""
     cells = published()
-    drawn = pictures(cells)
-    for file in ROOT.glob("recipes/*/loss.png"):
-        if file not in drawn:
-            file.unlink()
-    for file, draw in drawn.items():
+    for file, draw in pictures(cells).items():
         draw(file)
     for page, text in pages(cells).items():
         write_atomically(page, text)

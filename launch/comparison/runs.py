@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from launch.config.flags import VALUES
-from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.formats.metrics import COLUMNS, by_step, is_finite_number, read_run_json, read_valid_lines
 from launch.training.run_folder.run_json import changes_numbers, starts_of
 
@@ -29,13 +27,8 @@ Column = npt.NDArray[np.float64]
 WARM_UP_STEPS = 10
 #: The fewest timed steps of a run whose times are compared. The mean of fewer follows a few slow moments of the machine.
 MIN_TIMED_STEPS = 20
-#: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
-#: in which the norm of a new model falls by a factor of 4, are not counted.
-SPIKE_RATIO = 4.0
-SPIKE_WINDOW = 32
-SPIKE_START = 8
 #: The measures that need the lines of all steps.
-OF_EVERY_STEP = {*("step_seconds", "tokens_per_second", "mfu", "bytes_per_step", "bytes_sent", "flops"), "warmup_spikes", "spikes"}
+OF_EVERY_STEP = {"step_seconds", "tokens_per_second", "mfu", "bytes_per_step", "bytes_sent", "flops"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +99,7 @@ def read_run(folder: str | Path) -> Run:
     columns = _columns(lines)
     steps = [line["step"] for line in lines if line["step"] > 0]
     if lacking := max(steps, default=0) - len(steps):
-        remarks.append(f"metrics.jsonl lacks {lacking:,} of {max(steps):,} steps, so times per step, sums and spikes are not compared")
+        remarks.append(f"metrics.jsonl lacks {lacking:,} of {max(steps):,} steps, so times per step and sums are not compared")
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
         steps = [line["step"] for line in lines if key in line and not is_finite_number(line[key])]
         if steps:
@@ -186,8 +179,7 @@ def _measures(
     several runs are stopped together, all make that step at the same time. timed_steps: their number. tokens_per_second, mfu: of these
     steps together.
     seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
-    skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the rate's warm-up and after it whose
-    gradient norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
+    skipped_steps: updates skipped for an overflow in fp16.
     """
     measures: dict[str, float] = {}
     whole = description.get("whole_eval")
@@ -222,25 +214,7 @@ def _measures(
     summarize("peak_memory_bytes", np.max)
     summarize("bytes_per_step", np.mean, "bytes_sent")
     summarize("bytes_sent", np.sum)
-    return measures | _spikes(description, {name: column[trained] for name, column in columns.items()})
-
-
-def _spikes(described: dict[str, Any], columns: dict[str, Column]) -> dict[str, float]:
-    """The numbers of spikes in and after the warm-up; empty if the run has no gradient norms."""
-    if "grad_norm" not in columns:
-        return {}
-    norm, loss, step, tokens = (columns[name] for name in ("grad_norm", "loss", "step", "tokens"))
-    before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.nan), norm[:-1]]), SPIKE_WINDOW)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the window before the first step has only NaN
-        typical = np.nanmedian(before, axis=1)
-    warmup = described["warmup_steps"] if is_finite_number(described.get("warmup_steps")) else 0
-    in_warmup = step <= warmup
-    scheduler = described.get("scheduler")
-    if isinstance(scheduler, dict) and str(scheduler.get("type")) in TOKEN_SCHEDULES:  # the steps of a technique may have fewer tokens
-        in_warmup = tokens <= warmup * described["global_batch_size"] * described["shape"]["seq_len"]
-    spikes = ((step > SPIKE_START) & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)
-    return {"warmup_spikes": float((spikes & in_warmup).sum()), "spikes": float((spikes & ~in_warmup).sum())}
+    return measures
 
 
 # --- published runs -------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Plans the runs of an experiment: control and recipe on a testbed, or with flags of the user, with the same seeds.
+"""The runs of an experiment: control and recipe on a testbed, or with flags of the user, with the same seeds.
 
 A run is named after a hash of everything that affects its numbers: its settings, its corpus, the code that trains it, the versions of the
 packages, and the kind of machine. A control that several recipes share, or a recipe that is another's control, is therefore run only once,
@@ -67,7 +67,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class PlannedExperiment:
+class PairedTrials:
     """The runs of a recipe and of its control; entry i of both has the same seed. testbed: None for a setting of the user."""
 
     recipe: Recipe
@@ -80,9 +80,7 @@ class CannotRun(UsageError):
     """A recipe or its control cannot be run here; the message says what it needs."""
 
 
-def plan_experiment(
-    recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], ranks: int, testbed: Testbed | None = None
-) -> PlannedExperiment:
+def pair_trials(recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], ranks: int, testbed: Testbed | None = None) -> PairedTrials:
     """The runs of a recipe and of its control.
 
     On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
@@ -102,17 +100,15 @@ def plan_experiment(
 
     def trials(config: str, suggested: list[str], flags: Sequence[str], own: Recipe | None = None) -> tuple[Trial, ...]:
         first = as_words(settings_on(testbed, config, own)) if testbed else suggested
-        return tuple(plan_trial(config, [*first, *flags, "--seed", str(seed)], ranks) for seed in seeds)
+        return tuple(make_trial(config, [*first, *flags, "--seed", str(seed)], ranks) for seed in seeds)
 
-    return PlannedExperiment(recipe, testbed, trials(recipe.control, of_control, shared), trials(recipe.config, suggested, flags, recipe))
+    return PairedTrials(recipe, testbed, trials(recipe.control, of_control, shared), trials(recipe.config, suggested, flags, recipe))
 
 
 def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
     """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of `recipe`.
 
     A recipe without a sweep takes the values of its control. By default, the values are those of `tuned_by`.
-
-    Raises UsageError as `check_set` does.
     """
     swept = recipe is not None and bool(recipe.experiments[testbed.name].sweep)
     tuned = recipe if swept else tuned_by(recipe.control if recipe else config, testbed)
@@ -121,18 +117,7 @@ def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> 
         experiment = tuned.experiments[testbed.name]
         # A list of one value states what the recipe is, such as its architecture, so it also holds before the sweep.
         own = {name: values[0] for name, values in experiment.sweep.items() if len(values) == 1} | experiment.tuned
-    check_set(testbed, config, [own["set"]] if "set" in own else [])
     return {**base, **own}
-
-
-def check_set(testbed: Testbed, config: str, values: Sequence[Any]) -> None:
-    """Raise UsageError if a `set` of a recipe would replace the testbed's `set` of another key."""
-    key = str({**testbed.flags, **testbed.tuned}.get("set", "")).partition("=")[0]
-    for other in (str(value).partition("=")[0] for value in values):
-        if key and other != key:
-            raise UsageError(
-                f"{config} on {testbed.name}: its 'set' of {other} would replace the testbed's, of {key}; tune that one instead"
-            )
 
 
 def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
@@ -146,8 +131,8 @@ def corpus_command(testbed: Testbed) -> str:
     return shlex.join(["python", "data_pipeline/prepare.py", *as_words(testbed.corpus), "--out", str(testbed.flags["data"])])
 
 
-def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
-    """The run of a DeepSpeed JSON (a path within the repository) with flags of `launch/pretrain.py`. Raises as `plan_experiment` does."""
+def make_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
+    """The run of a DeepSpeed JSON (a path within the repository) with flags of `launch/pretrain.py`. Raises as `pair_trials` does."""
     flags = ["--deepspeed_config", str(ROOT / config_file), "--save_every", "0", *flags]
     try:
         config, _ = resolve(flags, ranks)
@@ -204,7 +189,7 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
     return [list(trials[start : start + size]) for start in range(0, len(trials), size)]
 
 
-def in_order(experiments: Iterable[PlannedExperiment]) -> list[list[Trial]]:
+def in_order(experiments: Iterable[PairedTrials]) -> list[list[Trial]]:
     """The distinct runs in batches to interleave, seed by seed. Experiments that share a run are in the same batch."""
     seeds: dict[int, list[dict[str, Trial]]] = {}
     for experiment in experiments:

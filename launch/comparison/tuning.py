@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data_pipeline.staging import write_atomically
-from launch.comparison.experiments import check_corpus, estimate, has_ended, share_cores, testbed_named, train_missing
-from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import Trial, check_set, fitting_groups, plan_trial, tuned_by
+from launch.comparison.experiments import check_corpus, share_cores, testbed_named, train_missing
+from launch.comparison.runs import Run
+from launch.comparison.trials import Trial, make_trial, tuned_by
 from launch.config.flags import as_words, open_recipe
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed
@@ -55,17 +54,19 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     check_corpus(testbed)
     missing = [arm for arm in arms if not arm.grid]
     rounds = max(len(arm.sweep) for arm in missing)
-    begun = [Path(flags.runs_dir) / trial.name for arm in missing for _, trial in arm.round(0)]
-    if not all(map(has_ended, begun)):
-        every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
-        length = f"{rounds} rounds, a flag in each" if rounds > 1 else "one round"
-        print_once(f"a sweep in {length}; whole: {estimate(fitting_groups([*every.values()], flags.at_once), flags.parallel)}")
+    print_once(f"a sweep in {rounds} round{'s' * (rounds > 1)}, a flag in each")
     runs: dict[str, Run] = {}
     for number in range(rounds):
-        planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
-        runs |= _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
-        for arm, point, trial in planned:
-            arm.add(point, runs[trial.name])
+        points = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
+        trained, failures = train_missing(flags, [[*{trial.name: trial for _, _, trial in points}.values()]])
+        runs |= trained
+        for arm, point, trial in points:
+            if trial.name not in runs or runs[trial.name].state == "unfinished":
+                raise TrainingFailed(f"{trial.name} did not finish: {failures.get(trial.name, 'stopped')}; the same command resumes it")
+            loss = runs[trial.name].measures["final_val_loss"]
+            measured = {**point, "loss": loss if math.isfinite(loss) else None}
+            if measured not in arm.grid:
+                arm.grid.append(measured)
     by_config, lines = {}, []
     for arm in arms:
         config = Path(arm.config).stem
@@ -108,15 +109,11 @@ class _Arm:
         start = self.chosen or {name: values[0] for name, values in self.sweep.items()}
         points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
         base = {**self.testbed.flags, **self.testbed.tuned}  # as in the experiments, also for flags that this side does not sweep
-        return [(point, _trial(self.config, {**base, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
-
-    def add(self, point: Flags, run: Run) -> None:
-        """Add the loss (null for a run that diverged) and the spikes of a point."""
-        measures = run.measures
-        loss = measures["final_val_loss"]
-        measured = {**point, "loss": loss if math.isfinite(loss) else None, "spikes": measures.get("spikes")}
-        if measured not in self.grid:
-            self.grid.append(measured)
+        settings = [as_words({**base, **point}) for point in points]
+        return [
+            (point, make_trial(self.config, [*words, *self.passed_on, "--seed", str(SWEEP_SEED)], self.ranks))
+            for point, words in zip(points, settings, strict=True)
+        ]
 
 
 def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, passed_on: Sequence[str]) -> list[_Arm]:
@@ -139,7 +136,6 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
     share_cores(flags, max(ranks.values()))
     arms = []
     for config, sweep in sweeps.items():
-        check_set(testbed, config, sweep.get("set", []))
         arm = _Arm(testbed, config, sweep, passed_on, ranks[config])
         if recipe and config != recipe.config:
             file, published = published_sweep(config, testbed)
@@ -162,11 +158,6 @@ def published_sweep(config: str, testbed: Testbed, recipe: Recipe | None = None)
     return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})
 
 
-def _trial(config: str, settings: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
-    """The run of `config` with these settings. Raises CannotRun."""
-    return plan_trial(config, [*as_words(settings), *passed_on, "--seed", str(seed)], ranks)
-
-
 def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
     """The chosen numbers at an edge of the grid, in words. Strings (words, `set`) have no edge, and neither has 0: no value is below it."""
     if chosen is None:
@@ -174,18 +165,6 @@ def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
     swept = {name: {point[name] for point in grid} for name, value in chosen.items() if value and not isinstance(value, str)}
     at_edge = [name for name, values in swept.items() if len(values) > 1 and chosen[name] in (min(values), max(values))]
     return [f"{name} {chosen[name]:g} is at the edge of the grid, extend it" for name in at_edge]
-
-
-def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dict[str, Run]:
-    """Train the missing runs. Returns all of them by name; each has finished or diverged."""
-    runs_dir = Path(flags.runs_dir)
-    failures = train_missing(flags, batches, runs_dir)
-    runs = {}
-    for trial in (trial for batch in batches for trial in batch):
-        if not (runs_dir / trial.name / "run.json").exists() or (run := read_run(runs_dir / trial.name)).state == "unfinished":
-            raise TrainingFailed(f"{trial.name} did not finish: {failures.get(trial.name, 'stopped')}; the same command resumes it")
-        runs[trial.name] = run
-    return runs
 
 
 def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
@@ -203,25 +182,17 @@ def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
         merged = {**read_committed(file), **found}
         file.parent.mkdir(parents=True, exist_ok=True)
         draw_tuning(merged, file.with_suffix(".png"))
-        _write_json(file, merged)  # last: with it, the folder is not written to again
+        write_atomically(file, json.dumps(merged, indent=1, allow_nan=False) + "\n")
     return files
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
     """Draw the final validation loss over the values of each swept flag: a panel per testbed and flag, with a line per side.
 
-    The panels of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side. Higher losses are triangles at
-    the upper edge.
+    The panels of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side.
     """
-    panels: dict[tuple[str, str], None] = {}
-    for name, one in found.items():
-        panels |= dict.fromkeys((name, flag) for arm in one["arms"].values() for flag in _lines(arm["grid"]))
-    across = 2 if len(panels) == 4 else min(3, len(panels))
+    panels = dict.fromkeys((name, flag) for name, one in found.items() for arm in one["arms"].values() for flag in _lines(arm["grid"]))
+    across = min(3, len(panels))
     down = math.ceil(len(panels) / across)
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
         picture = Figure(figsize=(4.2 * across + 0.4, 3.2 * down + 0.2), dpi=110, layout="constrained")
@@ -231,34 +202,27 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
             _draw_panel(axes, flag, found[name]["arms"])
         for axes in every[len(panels) :]:
             axes.set_axis_off()
-        picture.supxlabel("★ chosen; one run per point, with a seed that no verdict uses", fontsize=9)
+        picture.supxlabel("★ chosen; one run per point, with a seed that no verdict uses; higher losses are above the frame", fontsize=9)
         picture.savefig(file, metadata={"Software": None})
 
 
 def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> None:
-    bests = [min(losses) for arm in arms.values() if (losses := [point["loss"] for point in arm["grid"] if point["loss"] is not None])]
-    lowest, highest = min(bests, default=0.0), max(bests, default=0.0) + LOSSES_SHOWN
     lines = {config: _lines(arm["grid"]).get(flag, []) for config, arm in arms.items()}
     values = sorted({point[flag] for points in lines.values() for point in points}, key=numbers_in)
-    too_high = False
     for color, (config, points) in enumerate(lines.items()):
-        if not points:
-            continue
         places = [values.index(point[flag]) for point in points]
         losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
-        axes.plot(places, np.minimum(losses, highest), marker="o", markersize=4, linewidth=1.5, color=f"C{color}", label=config)
-        above = [place for place, loss in zip(places, losses, strict=True) if loss > highest]
-        axes.plot(above, [highest] * len(above), marker="^", markersize=8, color=f"C{color}", linestyle="")
-        too_high |= bool(above)
-        if chosen := arms[config]["chosen"]:
-            place = values.index(chosen[flag])
-            axes.plot(place, losses[places.index(place)], marker="*", markersize=14, color=f"C{color}", markeredgecolor="black")
-    axes.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
+        axes.plot(places, losses, marker="o", markersize=4, linewidth=1.5, color=f"C{color}", label=config)
+        for place, loss in zip(places, losses, strict=True):
+            if arms[config]["chosen"] and values[place] == arms[config]["chosen"][flag]:
+                axes.plot(place, loss, marker="*", markersize=14, color=f"C{color}", markeredgecolor="black")
+    bests = [min(losses) for arm in arms.values() if (losses := [point["loss"] for point in arm["grid"] if point["loss"] is not None])]
+    axes.set_ylim(min(bests, default=0.0) - 0.02, max(bests, default=0.0) + LOSSES_SHOWN)
     axes.set_ylabel("final validation loss\n(nats per token)")
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(values) > 4 else {}
     axes.set_xticks(range(len(values)), [in_words(value) for value in values], **turned)
+    axes.set_xlabel(FLAGS.get(flag, setting_name(flag, values[0])))
     axes.margins(x=0.15)
-    axes.set_xlabel(FLAGS.get(flag, setting_name(flag, values[0])) + (" (▲: higher loss)" if too_high else ""))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
 

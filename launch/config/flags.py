@@ -123,7 +123,6 @@ class Value(NamedTuple):
         group: the group of its flag; empty: it has none.
         flag: the arguments of `add_argument`.
         origin: where it comes from without a flag, for `--explain`; the flags fill in `{preset}`.
-        compared: whether two runs that differ in it are told apart by it; a name and the seed are not.
         local: it is of one host, such as a path: hosts may differ in it, and it is not published.
         same_steps: those of its values that make the same steps; a branch of a run may have another one of them only.
     """
@@ -132,7 +131,6 @@ class Value(NamedTuple):
     group: str
     flag: dict[str, Any]
     origin: str
-    compared: bool
     local: bool
     same_steps: tuple[str, ...]
 
@@ -141,13 +139,12 @@ def value(
     group: str = "",
     kind: str = TRAINING,
     origin: str = "default",
-    compared: bool = True,
     local: bool = False,
     same_steps: tuple[str, ...] = (),
     **flag: Any,
 ) -> Any:
     """Declare a field of `RunValues`; see `Value`."""
-    return field(metadata={"value": Value(kind, group, flag, origin, compared, local, same_steps)})
+    return field(metadata={"value": Value(kind, group, flag, origin, local, same_steps)})
 
 
 _positive, _natural = whole_number(1), whole_number(0)
@@ -157,8 +154,8 @@ _positive, _natural = whole_number(1), whole_number(0)
 class RunValues:
     """The values of a run that `run.json` records beside the DeepSpeed JSON; `RunConfig` has them resolved."""
 
-    config_file: str = value(kind=RECORD, compared=False, local=True)
-    recipe: str | None = value(kind=RECORD, compared=False)
+    config_file: str = value(kind=RECORD, local=True)
+    recipe: str | None = value(kind=RECORD)
     preset: str = value(
         MODEL, RECORD, default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)"
     )
@@ -193,14 +190,11 @@ class RunValues:
         RUN,
         RECORD,
         origin="the JSON's or the recipe's name",
-        compared=False,
         metavar="NAME",
         help="folder of the run in --runs_dir (the JSON's or the recipe's name)",
     )
-    runs_dir: str = value(RUN, RECORD, compared=False, local=True, default="runs", metavar="DIR", help="where run folders are made (runs)")
-    seed: int = value(
-        RUN, FIXED, compared=False, type=whole_number(0, 2**63 - 1), default=1, help="random seed of the weights and of the data order (1)"
-    )
+    runs_dir: str = value(RUN, RECORD, local=True, default="runs", metavar="DIR", help="where run folders are made (runs)")
+    seed: int = value(RUN, FIXED, type=whole_number(0, 2**63 - 1), default=1, help="random seed of the weights and of the data order (1)")
     init_from: str | None = value(
         RUN,
         INITIAL,

@@ -81,7 +81,7 @@ def test_a_flag_that_a_recipe_does_not_sweep_has_the_testbeds_value(tiny):
 
 
 def test_an_optimum_at_the_edge_is_said():
-    grid = [{"lr": lr, "loss": loss, "spikes": 0} for lr, loss in ((1e-3, 4.0), (2e-3, 3.9), (4e-3, None))]
+    grid = [{"lr": lr, "loss": loss} for lr, loss in ((1e-3, 4.0), (2e-3, 3.9), (4e-3, None))]
     assert tuning.edges([one | {"warmup_steps": 50} for one in grid], {"lr": 2e-3, "warmup_steps": 50}) == [], "the only value is no edge"
     assert tuning.edges(grid, {"lr": 1e-3}) == ["lr 0.001 is at the edge of the grid, extend it"]
     assert tuning.edges(grid, {"lr": 2e-3}) == []
@@ -116,7 +116,7 @@ def test_a_published_sweep_of_the_control_is_reused(tiny, tmp_path, monkeypatch)
     monkeypatch.setattr(tuning, "open_recipe", lambda folder: swept)
     monkeypatch.setattr(tuning, "TESTBEDS", registry.TESTBEDS)
     monkeypatch.setattr(tuning, "ROOT", tmp_path)
-    grid = [{"lr": rate, "loss": 5.0, "spikes": 0} for rate in (1e-2, 1e-3, 1e-4, 2e-3, 5e-3)]
+    grid = [{"lr": rate, "loss": 5.0} for rate in (1e-2, 1e-3, 1e-4, 2e-3, 5e-3)]
     published = {"tiny": {"arms": {"zero0_bf16": {"grid": grid, "chosen": {"lr": 1e-2}}}}}
     (registry.TESTBEDS / tiny / "tuning.json").write_text(json.dumps(published))
     arms = tuning._arms(read_testbed(tiny), swept, flags(tiny, tmp_path), [])

@@ -30,11 +30,6 @@ def changes_numbers(key: str) -> bool:
     return kind_of(key) not in (RECORD, START)
 
 
-def is_compared(key: str) -> bool:
-    """Whether two runs are told apart by the entry `key` of their `run.json`."""
-    return kind_of(key) != START and (key not in VALUES or VALUES[key].compared)
-
-
 def resume_description(
     run: Path, description: dict[str, Any], fix: str = "give the run's own values, or another --run_name"
 ) -> tuple[dict[str, Any], list[str]]:
