@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.comparison.trials import settings_on
-from launch.config import deepspeed_keys, optimizer
+from launch.config import deepspeed_json, optimizer
 from launch.config.flags import as_words, build_parser, parse_flags
 from launch.errors import UsageError
 from recipes import registry
@@ -192,10 +192,10 @@ def recipes_with_a_technique(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(registry, "ROOT", tmp_path)
     monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path / "recipes")])
     registry.technique_classes.cache_clear()
-    deepspeed_keys._homes.cache_clear()
+    deepspeed_json._homes.cache_clear()
     yield folder
     registry.technique_classes.cache_clear()
-    deepspeed_keys._homes.cache_clear()
+    deepspeed_json._homes.cache_clear()
     sys.modules.pop("recipes.nothing_at_all.technique", None)
     sys.modules.pop("recipes.nothing_at_all", None)
 

@@ -1,6 +1,6 @@
 """The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables for the keys without a model.
 
-DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.deepspeed_keys` checks a JSON by these
+DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.deepspeed_json` checks a JSON by these
 rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `auto` (whether `"auto"` is allowed), `auto_is_default`
 (whether it is DeepSpeed's default), `items` (the types in a list) and `keys` (the rules inside an object). An empty rule allows everything
 but `"auto"`. DeepSpeed is imported on the first call.
@@ -9,13 +9,17 @@ but `"auto"`. DeepSpeed is imported on the first call.
 from __future__ import annotations
 
 import enum
+import logging
+import os
 import types
 import typing
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 from launch.config.flags import MAX_LR
-from launch.config.hardware import quiet_deepspeed
 from recipes.technique import FP32_NAMES
 
 Rule = dict[str, Any]
@@ -52,6 +56,21 @@ def _section(keys: Rules | None = None, *or_types: str) -> Rule:
     return {"types": ["object", *or_types]} | ({} if keys is None else {"keys": keys})
 
 
+#: The parameters of every optimizer but SGD; `betas` is checked in `launch.config.optimizer`.
+PARAMS: Rules = {
+    "lr": {"types": ["number"], "above": 0, "maximum": MAX_LR, "auto": True},
+    "betas": {"auto": True},
+    "eps": {"types": ["number"], "above": 0, "maximum": 1, "auto": True},
+    "weight_decay": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": True},
+}
+#: The parameters of the optimizers that this project builds itself.
+ADAM_PARAMS: Rules = PARAMS | {key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")}
+#: The parameters of torch's SGD that are read. A momentum near 1 would keep old gradients for the whole run.
+SGD_PARAMS: Rules = {
+    "lr": PARAMS["lr"],
+    "momentum": {"types": ["number"], "minimum": 0, "maximum": 0.9999},
+    "weight_decay": PARAMS["weight_decay"],
+}
 #: Added to the rule of a key for which `"auto"` has a meaning.
 AUTO = {"auto": True}
 OFF, ON = ({"types": ["boolean"], "default": default} for default in (False, True))
@@ -266,3 +285,41 @@ def _annotation_rule(annotation: Any) -> Rule:
         return _choice(*(member.value for member in annotation))
     base = typing.get_origin(annotation) or annotation
     return {"types": [TYPES[base]]} if base in TYPES else {}
+
+
+# --- the import of DeepSpeed ------------------------------------------------------------------------------------------------------------
+
+
+def quiet_deepspeed() -> None:
+    """Import DeepSpeed without the lines that it logs at import, and keep only warnings and errors of its logger from then on.
+
+    Where torch finds no accelerator, DS_ACCELERATOR is set to "cpu": DeepSpeed would warn at every start that it may have missed a GPU.
+    torch's deprecation warnings about collectives that DeepSpeed calls are silenced too.
+    """
+    import torch  # as above
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with deepspeed_silenced():
+        import deepspeed.utils  # here, because it logs when it is imported
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.utils.logger.addFilter(_is_actionable)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
+
+
+@contextmanager
+def deepspeed_silenced() -> Iterator[None]:
+    """Drop log lines below errors in the body."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _is_actionable(record: logging.LogRecord) -> bool:
+    """False for two warnings: that a rate is read before its schedule's first step, which DeepSpeed's schedules cause at every start; and
+    that an optimizer is untested with ZeRO, which --explain shows and recipes test.
+    """
+    return not any(words in record.getMessage() for words in ("before it has started", "with an untested optimizer"))

@@ -15,11 +15,9 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.config.combinations import WITHOUT_EFFECT
-from launch.config.deepspeed_json import leaves, value_at
-from launch.config.deepspeed_keys import defaults_left_open
-from launch.config.deepspeed_schema import DTYPES
+from launch.config.deepspeed_json import defaults_left_open, leaves, value_at
+from launch.config.deepspeed_schema import DTYPES, deepspeed_silenced, quiet_deepspeed
 from launch.config.flags import EVALUATION, LENGTH, MODEL, RUN, flags_of
-from launch.config.hardware import deepspeed_silenced, quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import printable_line

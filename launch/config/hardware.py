@@ -7,11 +7,7 @@ torch is imported inside the functions, so that `--help` of the commands does no
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,38 +79,3 @@ def cpuinfo(*names: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
-
-
-def quiet_deepspeed() -> None:
-    """Import DeepSpeed without the lines that it logs at import, and keep only warnings and errors of its logger from then on.
-
-    Where torch finds no accelerator, DS_ACCELERATOR is set to "cpu": DeepSpeed would warn at every start that it may have missed a GPU.
-    torch's deprecation warnings about collectives that DeepSpeed calls are silenced too.
-    """
-    import torch  # as above
-
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with deepspeed_silenced():
-        import deepspeed.utils  # here, because it logs when it is imported
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    deepspeed.utils.logger.addFilter(_is_actionable)
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
-
-
-@contextmanager
-def deepspeed_silenced() -> Iterator[None]:
-    """Drop log lines below errors in the body."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def _is_actionable(record: logging.LogRecord) -> bool:
-    """False for two warnings: that a rate is read before its schedule's first step, which DeepSpeed's schedules cause at every start; and
-    that an optimizer is untested with ZeRO, which --explain shows and recipes test.
-    """
-    return not any(words in record.getMessage() for words in ("before it has started", "with an untested optimizer"))

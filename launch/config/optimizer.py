@@ -10,9 +10,8 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from launch.config.deepspeed_json import DeepSpeedJson
-from launch.config.deepspeed_keys import ADAM_PARAMS, PARAMS, SGD_PARAMS, check_section, declared_rules, fill_defaults
-from launch.config.deepspeed_schema import SCHEDULES, Rules
+from launch.config.deepspeed_json import DeepSpeedJson, check_section, declared_rules, fill_defaults
+from launch.config.deepspeed_schema import ADAM_PARAMS, PARAMS, SCHEDULES, SGD_PARAMS, Rules
 from launch.config.token_schedule import STABLE_DECAY, TOKEN_SCHEDULES
 from launch.errors import nearest
 from model.presets import Preset

@@ -19,8 +19,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
-from launch.config.deepspeed_json import DeepSpeedJson, value_at
-from launch.config.deepspeed_keys import check_keys, fill_defaults, section_rule
+from launch.config.deepspeed_json import DeepSpeedJson, check_keys, fill_defaults, section_rule, value_at
 from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RunValues, given_fields, parse_flags
 from launch.config.optimizer import check_schedule, fill_optimizer, resolve_optimizer, resolve_schedule

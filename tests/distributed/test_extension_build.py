@@ -17,7 +17,7 @@ from launch.training.deepspeed_fixes import start_up
 from tests.distributed.launched import ROOT, LaunchedRun
 
 NAME = "deepspeed_shm_comm"  # the smallest of DeepSpeed's extensions for CPUs
-LOAD = "from launch.config.hardware import quiet_deepspeed; from launch.training.deepspeed_fixes.start_up import load_extension;"
+LOAD = "from launch.config.deepspeed_schema import quiet_deepspeed; from launch.training.deepspeed_fixes.start_up import load_extension;"
 LOAD += "quiet_deepspeed(); load_extension('ShareMemCommBuilder')"
 
 

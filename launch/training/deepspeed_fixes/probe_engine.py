@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from launch.config.hardware import deepspeed_silenced
+from launch.config.deepspeed_schema import deepspeed_silenced
 
 
 @contextlib.contextmanager

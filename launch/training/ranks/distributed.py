@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from data_pipeline.shards import raise_open_file_limit
-from launch.config.hardware import quiet_deepspeed
+from launch.config.deepspeed_schema import quiet_deepspeed
 from launch.errors import TrainingFailed, UsageError
 from launch.training.deepspeed_fixes.start_up import skip_extension_of_cpu_ranks
 
