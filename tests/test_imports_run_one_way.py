@@ -112,18 +112,13 @@ def test_help_imports_no_torch(script):
 @pytest.mark.parametrize(
     ("file", "text", "fault"),
     [
-        ("recipes/x/technique.py", "from launch.config import flags", "recipes imports launch.config"),
         ("recipes/x/technique.py", "def f():\n    import launch", "recipes imports launch"),
         ("model/x.py", "from recipes.registry import read_recipe", "model imports recipes.registry"),
-        ("model/x.py", "import data_pipeline.shards", "model imports data_pipeline.shards"),
         ("data_pipeline/x.py", "from model import gpt", "data_pipeline imports model"),
         ("recipes/x/kernel.py", "import torch.distributed as dist", f"for {DISTRIBUTED} alone"),
-        ("launch/training/x.py", "from torch import distributed", f"for {DISTRIBUTED} alone"),
         ("launch/training/x.py", "def f():\n    from deepspeed.comm import comm", f"for {DISTRIBUTED} alone"),
         ("launch/config/x.py", "def f():\n    from launch.training import engine", "which is not below it"),
-        ("launch/formats/x.py", "from launch.config.flags import MUST", "which is not below it"),
         ("launch/comparison/x.py", "from launch.trained_model import load", "which is not below it"),
-        ("launch/training/x.py", "from launch import pretrain", "which is not below it"),
         ("launch/export.py", "from launch import score", "which is not below it"),
     ],
 )
@@ -141,24 +136,7 @@ def test_a_circle_is_found(tmp_path):
     assert "a circle of imports" in "".join(faults(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("launch/pretrain.py", "from launch.comparison import report\nfrom launch.training.engine import Engine\nimport torch"),
-        ("launch/training/x.py", "from launch.errors import UsageError\nfrom launch.config.flags import MUST"),
-        ("data_pipeline/loader.py", "import torch\nfrom . import shards"),
-        (DISTRIBUTED, "import torch.distributed\nfrom deepspeed import comm"),
-        ("recipes/x/technique.py", "from model.gpt import GPT\nfrom recipes.technique import Technique"),
-    ],
-)
-def test_a_right_import_is_not(file, text, tmp_path):
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    assert faults(tmp_path) == []
-
-
-@pytest.mark.parametrize("name", ["launch/profile.py", "data_pipeline/tokenize.py", "launch/inspect/x.py", "launch/numpy.py"])
+@pytest.mark.parametrize("name", ["data_pipeline/tokenize.py", "launch/inspect/x.py", "launch/numpy.py"])
 def test_a_shadowing_name_is_found(name, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(parents=True)

