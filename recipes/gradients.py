@@ -1,4 +1,4 @@
-"""Writes gradients for `Technique.on_gradients`, where DeepSpeed's own function does not."""
+"""Part of the interface of techniques: writes gradients in `Technique.on_gradients` at every stage, which DeepSpeed's function does not."""
 
 from __future__ import annotations
 
