@@ -65,14 +65,12 @@ class Documents:
         grouped: whether each source is a separate group, as in a mixture.
         dedup: drop documents with the same text as an earlier one. Keeps a hash of 16 bytes, about 100 bytes of memory, per document.
 
-    `dropped` counts the documents that the current pass has dropped, by reason. The validation split is empty unless `val_fraction`
-    is above `least_val_fraction`.
+    `dropped` counts the documents that the current pass has dropped, by reason.
     """
 
     def __init__(self, sources: list[Source], val_fraction: float, grouped: bool = False, dedup: bool = False):
         self.sources, self.val_fraction, self.grouped, self.dedup = sources, val_fraction, grouped, dedup
         self.dropped: Counter[str] = Counter()
-        self.least_val_fraction = 1.0
 
     @property
     def n_bytes(self) -> int:
@@ -87,7 +85,6 @@ class Documents:
 
     def __iter__(self) -> Iterator[Document]:
         self.dropped.clear()
-        self.least_val_fraction = 1.0
         seen: set[bytes] = set()
         for source in self.sources:
             source.problems.start()
@@ -120,7 +117,6 @@ class Documents:
             return
         for text in chain((first, second), texts):
             place = int.from_bytes(text.sha256[:8], "big") / 2**64
-            self.least_val_fraction = min(self.least_val_fraction, place)
             yield Document("val" if place < self.val_fraction else "train", group, text.blocks, text.sha256)
 
 

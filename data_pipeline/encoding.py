@@ -25,12 +25,11 @@ _worker_tokenizer: Tokenizer  # in a worker only
 
 
 class Encoded(NamedTuple):
-    """The ids of one split and group in a chunk, the size of their text in UTF-8, and how many documents end in them."""
+    """The ids of one split and group in a chunk, and the size of their text in UTF-8."""
 
     split: str
     group: int
     n_bytes: int
-    documents: int
     ids: np.ndarray
 
 
@@ -46,22 +45,15 @@ def encode_chunks(
     pending: deque[Future[list[Encoded]]] = deque()
     try:
         for chunk in chunks:
-            pending.append(_submit(pool, chunk))
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker that this starts inherits it: the parent handles Ctrl-C
+            pending.append(pool.submit(_encode_in_worker, chunk))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if len(pending) >= 4 * workers:  # limits the text in memory
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, chunk: list[Piece]) -> Future[list[Encoded]]:
-    """Submit `chunk`. A worker that this starts inherits the blocked SIGINT, so only the parent handles Ctrl-C."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(_encode_in_worker, chunk)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> list[Encoded]:
@@ -79,8 +71,7 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> list[Encoded]:
                     " end of text; name another one with --end_of_text"
                 )
             parts += [ids.astype(dtype), end_of_text] if piece.ends else [ids.astype(dtype)]
-        n_bytes, documents = sum(piece.n_bytes for piece in mine), sum(piece.ends for piece in mine)
-        results.append(Encoded(split, group, n_bytes, documents, np.concatenate(parts)))
+        results.append(Encoded(split, group, sum(piece.n_bytes for piece in mine), np.concatenate(parts)))
     return results
 
 

@@ -26,26 +26,22 @@ META_FILE = "meta.pkl"
 GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT = 50_257, 50_256
 #: A shard of llm.c begins with 256 int32: this magic, version 1, the number of tokens. Its ids are GPT-2's, uint16.
 LLM_C, LLM_C_HEADER_BYTES = (20240520).to_bytes(4, "little"), 1024
-NUMPY = "is a numpy file with a header; write its ids with numpy.load(FILE).astype('<u2').tofile('train.bin'), and val.bin alike"
-FROM_TEXT = "prepare a corpus from the text with prepare.py and its --tokenizer"
-#: Other forms, by the first bytes or the suffix of a file: what is said of it.
-OTHERS = {b"\x93NUMPY": NUMPY, (20240801).to_bytes(4, "little"): f"is a shard of llm.c with Llama 3's ids; {FROM_TEXT}"}
-OTHER_SUFFIXES = {".npy": NUMPY, ".idx": f"is the index of Megatron-LM's shards, which are not read; {FROM_TEXT}"}
+CONVERT = "write its ids with numpy: IDS.astype('<u2').tofile('train.bin'), and val.bin alike, or prepare a corpus from the text"
+#: Other forms, by the first bytes of a file: what is said of it.
+OTHERS = {b"\x93NUMPY": "is a numpy file with a header", (20240801).to_bytes(4, "little"): "is a shard of llm.c with Llama 3's ids"}
 #: Number and size of the blocks that a file's fingerprint hashes: evenly spaced, including the first and the last.
 BLOCKS, BLOCK_BYTES = 64, 65_536
 #: The number for a shard of llm.c, of which a folder may have a thousand.
 BLOCKS_OF_SHARD = 4
 #: The size of the blocks from which the form of ids is recognized, and the fewest groups of uint16 that suffice.
 SAMPLE_BYTES, MIN_GROUPS = 8192, 32
-#: Largest meta.pkl; 65,536 characters take 1.5 MB.
-MAX_META_BYTES = 2**24
 
 
 def is_nanogpt(path: Path) -> bool:
-    """Whether `path` has no manifest, but files of nanoGPT, of llm.c, or of another form that is known."""
+    """Whether `path` has no manifest, but files of nanoGPT, of llm.c, or of another form."""
     if os.path.lexists(path / MANIFEST_FILE):
         return False
-    return any(os.path.lexists(file) for files in _files(path).values() for file in files) or _other(path) is not None
+    return any(os.path.lexists(file) for files in _files(path).values() for file in files)
 
 
 def _files(path: Path) -> dict[str, list[Path]]:
@@ -67,11 +63,6 @@ def _start(file: Path) -> bytes:
     return start if start.startswith((LLM_C, *OTHERS)) else b""
 
 
-def _other(path: Path) -> Path | None:
-    """A file in the folder that shows another form by its suffix."""
-    return next((file for file in path.iterdir() if file.suffix in OTHER_SUFFIXES), None)
-
-
 def nanogpt_manifest(path: Path) -> tuple[dict[str, Any], int]:
     """A manifest for a folder of nanoGPT or llm.c, in milliseconds for any size; and the number of bytes before the ids of each file.
 
@@ -84,14 +75,10 @@ def nanogpt_manifest(path: Path) -> tuple[dict[str, Any], int]:
     vocab_size, eot_id, tokenizer = _vocabulary(path / META_FILE)
     files = _files(path)
     headers = {file: _header_bytes(file) for split in SPLITS for file in files[split]}
-    header = max(headers.values())
-    if unlike := [file for file, n_bytes in headers.items() if n_bytes != header]:
-        raise DataError(f"{unlike[0]}: lacks the header of llm.c that the other files have; copy it again")
-    of_sizes = {_itemsize(file, vocab_size): file.name for file in headers if not header}
-    of_sizes.pop(None, None)
-    if len(of_sizes) > 1:
-        raise DataError(f"{path}: {of_sizes[4]} has ids of 4 bytes, {of_sizes[2]} of 2; prepare them again with one dtype")
-    itemsize = next(iter(of_sizes), None) or 2
+    sizes = {size for file, n_bytes in headers.items() if (size := 2 if n_bytes else _itemsize(file, vocab_size))}
+    if len(set(headers.values())) > 1 or len(sizes) > 1:
+        raise DataError(f"{path}: its files differ in form (some with the header of llm.c, or ids of 2 and 4 bytes); prepare them again")
+    header, itemsize = max(headers.values()), max(sizes, default=2)
     splits = {}
     for split in SPLITS:
         n_tokens, shards = 0, []
@@ -120,25 +107,17 @@ def nanogpt_manifest(path: Path) -> tuple[dict[str, Any], int]:
 def _header_bytes(file: Path) -> int:
     """The number of bytes before the first id. DataError if the file is missing, cut, or of another form."""
     if not file.is_file():
-        if other := _other(file.parent):
-            raise DataError(f"{other}: {OTHER_SUFFIXES[other.suffix]}")
-        problem = "not a file" if os.path.lexists(file) else "missing"
-        raise DataError(
-            f"{file}: {problem}; a nanoGPT folder has {' and '.join(FILES.values())} (one from prepare.py: {MANIFEST_FILE});"
-            " copy the missing file there, or prepare the folder again"
-        )
+        names = " and ".join(FILES.values())
+        raise DataError(f"{file}: missing; a nanoGPT folder has {names} (one from prepare.py: {MANIFEST_FILE}); copy or prepare it again")
     start = _start(file)
     for magic, what in OTHERS.items():
         if start.startswith(magic):
-            raise DataError(f"{file}: {what}")
+            raise DataError(f"{file}: {what}; {CONVERT}")
     if not start:
         return 0
     version, tokens = np.frombuffer(start[4:].ljust(8, b"\0"), "<i4").tolist()
     if version != 1 or file.stat().st_size != LLM_C_HEADER_BYTES + 2 * tokens:
-        raise DataError(
-            f"{file}: a shard of llm.c that is cut or not of version 1: its header has version {version} and {tokens:,} tokens, and the"
-            f" file has {file.stat().st_size:,} bytes, not {LLM_C_HEADER_BYTES:,} + 2 x {tokens:,}; copy it again"
-        )
+        raise DataError(f"{file}: a shard of llm.c that is cut or not of version 1 (version {version}, {tokens:,} tokens); copy it again")
     return LLM_C_HEADER_BYTES
 
 
@@ -149,19 +128,12 @@ def _itemsize(file: Path, vocab_size: int) -> int | None:
     words = np.concatenate([np.fromfile(file, "<u2", min(SAMPLE_BYTES, size) // 8 * 4, offset=start) for start in starts])
     if not words.size:
         return None
-    ids, swapped = _ids(words), _ids(words.byteswap()[::-1])
-    of_bytes = f"{file}: has {8 * ids.itemsize}-bit ids"
-    if ids.max() >= vocab_size > swapped.max():
-        of_bytes, form = f"{file}: has big-endian ids", f">u{swapped.itemsize}"
-    elif ids.itemsize > 2 and ids.max() >= vocab_size:
-        raise DataError(
-            f"{of_bytes} up to {ids.max():,}, but a vocabulary of {vocab_size:,}, GPT-2's unless {META_FILE} says so; {FROM_TEXT}"
-        )
-    elif ids.itemsize <= 4:
-        return ids.itemsize if words.size >= 2 * MIN_GROUPS else None
-    else:
-        form = "<u8"
-    raise DataError(f"{of_bytes}; convert it: numpy.fromfile('{file.name}', '{form}').astype('<u2').tofile('{file.name}')")
+    ids = _ids(words)
+    swapped = ids.max() >= vocab_size > _ids(words.byteswap()[::-1]).max()
+    if swapped or ids.itemsize > 4 or (ids.itemsize == 4 and ids.max() >= vocab_size):
+        form = "big-endian" if swapped else f"{8 * ids.itemsize}-bit"
+        raise DataError(f"{file}: has {form} ids, up to {ids.max():,} as read, but a vocabulary of {vocab_size:,}; {CONVERT}")
+    return ids.itemsize if ids.itemsize == 4 or words.size >= 2 * MIN_GROUPS else None
 
 
 def _ids(words: np.ndarray) -> np.ndarray:
@@ -200,17 +172,17 @@ def _vocabulary(file: Path) -> tuple[int, int | None, dict[str, Any]]:
     """The number of ids, the end-of-text id or None, and the manifest's entry of the tokenizer."""
     if not os.path.lexists(file):
         return GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT, {"kind": "tiktoken", "name": "r50k_base", "files": {}}
-    fix = "prepare it again, or remove it if the ids are GPT-2's"
-    if not file.is_file() or file.stat().st_size > MAX_META_BYTES:
-        raise DataError(f"{file}: not nanoGPT's meta.pkl, which is a file of at most {MAX_META_BYTES:,} bytes; {fix}")
     try:
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise ValueError("not a file")
         meta = _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
+        size, itos = meta["vocab_size"], meta["itos"]
+        if type(size) is not int or not 0 < size <= 2**16:
+            raise ValueError("vocab_size is not a number up to 65,536")
+        characters = [itos[i] for i in range(size)]
+        if not all(isinstance(c, str) and len(c) == 1 for c in characters) or len(set(characters)) < size:
+            raise ValueError("itos has not a different character for each id")
     except Exception as reason:  # damaged bytes raise exceptions of any type
-        raise DataError(f"{file}: not nanoGPT's meta.pkl ({printable(one_line(reason, 100))}); {fix}") from None
-    size, itos = (meta.get("vocab_size"), meta.get("itos")) if isinstance(meta, dict) else (None, None)
-    if type(size) is not int or not 0 < size <= 2**16 or not isinstance(itos, dict):
-        raise DataError(f"{file}: needs vocab_size, up to 65,536, and itos, the character of each id; {fix}")
-    characters = [itos.get(i) for i in range(size)]
-    if not all(isinstance(c, str) and len(c) == 1 for c in characters) or len(set(characters)) < size:
-        raise DataError(f"{file}: itos must have a different character for each id below {size}; {fix}")
-    return size, None, {"kind": "characters", "characters": "".join(characters), "files": {}}  # type: ignore[arg-type]
+        why = printable(one_line(reason, 100))
+        raise DataError(f"{file}: not nanoGPT's meta.pkl ({why}); prepare it again, or remove it if the ids are GPT-2's") from None
+    return size, None, {"kind": "characters", "characters": "".join(characters), "files": {}}

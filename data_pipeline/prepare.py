@@ -5,17 +5,15 @@ library (731 documents, 12 MB) becomes 3.2 M tokens of `bpe:8192`, 6.4 MB of sha
 """
 
 import argparse
-import hashlib
 import os
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 if not __package__:
@@ -28,32 +26,21 @@ from tqdm import tqdm
 from data_pipeline.documents import TRAINING_BYTES, Documents, Piece, chunks, pieces, training_texts
 from data_pipeline.encoding import encode_chunks
 from data_pipeline.errors import DataError, open_standard_streams, print_line, printable
-from data_pipeline.manifest import MANIFEST_FILE, SPLITS, read_manifest
-from data_pipeline.records import MAX_RECORD_MIB, PLAIN, BadRecord, Problems
+from data_pipeline.manifest import SPLITS
+from data_pipeline.records import MAX_RECORD_MIB, PLAIN, Problems
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.show import counts, show
 from data_pipeline.sources import ALLOWED, listed, open_sources
 from data_pipeline.staging import partial_folder, staged_folder
-from data_pipeline.tokenizer import END_OF_TEXT, HUGGING_FACE_FILE, HuggingFace, Tokenizer, make_tokenizer, parse_spec
+from data_pipeline.tokenizer import END_OF_TEXT, Tokenizer, make_tokenizer, parse_spec
 from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
 # With less text, starting processes (half a second) costs more time than they save (a core encodes about 17 MB/s).
 MIN_BYTES_FOR_WORKERS = 64 * 2**20
 #: Seconds between two progress reports if standard error is not a terminal.
 SECONDS_BETWEEN_REPORTS = 15.0
-#: The flags that determine the content of the corpus, recorded in its manifest.
-OPTIONS = (
-    "tokenizer",
-    "end_of_text",
-    "val_fraction",
-    "shard_tokens",
-    "text_column",
-    "max_docs",
-    "max_record_mib",
-    "dedup",
-    "on_error",
-    "separator",
-)
+#: The flags that do not determine the content of the corpus. The others are recorded in its manifest, in the order of `_parse`.
+NO_OPTIONS = ("source", "out", "verify", "show", "workers", "resume", "quiet")
 Say = Callable[[str], None]
 
 
@@ -70,12 +57,6 @@ def main(argv: list[str] | None = None) -> int:
         else:
             prepare(args, say)
         return 0
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if args.show:
-            return 0
-        print_line(f"failed: standard output was closed{_what_is_left(args.out)}", sys.stderr)
-        return 1
     except DataError as error:
         print_line(f"error: {printable(str(error))}", sys.stderr)
         return 2
@@ -83,10 +64,13 @@ def main(argv: list[str] | None = None) -> int:
         print_line(f"interrupted{_what_is_left(args.out)}", sys.stderr)
         return 130
     except (BrokenProcessPool, OSError) as error:
-        if isinstance(error, BrokenProcessPool):
+        reason = printable(str(error))
+        if isinstance(error, BrokenPipeError):  # the reader of the output, such as `head`, has closed it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if args.show:
+                return 0
+        elif isinstance(error, BrokenProcessPool):
             reason = "a worker process died, most likely out of memory; run again with fewer --workers"
-        else:
-            reason = printable(str(error))
         print_line(f"failed: {reason}{_what_is_left(args.out)}", sys.stderr)
         return 1
 
@@ -99,7 +83,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     sources, weights = open_sources(args.source, args.text_column, args.max_docs, problems, args.separator)
     if args.separator and not any(source.plain for source in sources):
         raise DataError(f"--separator {args.separator!r}: no source has a file of {' '.join(PLAIN)}, which it cuts; omit the flag")
-    options = {key: getattr(args, key) for key in OPTIONS}
+    options = {key: value for key, value in vars(args).items() if key not in NO_OPTIONS}
     about = {"sources": [source.describe() for source in sources], "options": options, "mixture": weights or [1.0]}
     if os.path.lexists(args.out):
         _check_same(args, about)
@@ -142,18 +126,12 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
                 todo = islice(watched(), done, None)  # reads the finished chunks again, without encoding them
                 for chunk in encode_chunks(todo, tokenizer, folder, entry, workers):
                     writer.write(chunk)
-                    bar.set_postfix_str(f"{writer.documents:,} documents, {writer.tokens:,} tokens", refresh=False)
             splits = writer.finish()
-        except BadRecord as reason:
-            if not _has_progress(folder):
-                raise
-            skip = "--resume --on_error skip continues without bad records"
-            raise DataError(f"{reason}; {skip}; if you change the file instead, remove {folder} and start again") from None
         finally:
             writer.close()
         dropped = sum((source.left_out for source in sources), documents.dropped + problems.counts)
         try:
-            _check_splits(splits, args, len(about["mixture"]), dropped, documents.least_val_fraction, problems)
+            _check_splits(splits, args, len(about["mixture"]), dropped, problems)
         except DataError:
             remove_progress(folder)  # resuming with these options would fail again
             raise
@@ -161,11 +139,8 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
         write_manifest(folder, tokenizer.vocab_size, tokenizer.eot_id, **about)
     remove_progress(args.out)
     _summarize(open_corpus(args.out), dropped, problems, time.monotonic() - started, done > 0, say)
-    if problems.uncut:
-        say(f"--separator {args.separator!r} does not occur in {problems.uncut:,} text file{'s' * (problems.uncut > 1)}: one document each")
     for end, n in (+ends).items():
-        fix = f"; if it separates the documents of a file, give --separator {end!r}" if any(source.plain for source in sources) else ""
-        say(f"{end!r} occurs {n:,} times in the texts: it is text there and ends no document{fix}")
+        say(f"{end!r} occurs {n:,} times in the texts: it is text there and ends no document (--separator cuts text files)")
 
 
 def verify(args: argparse.Namespace, say: Say) -> None:
@@ -175,31 +150,14 @@ def verify(args: argparse.Namespace, say: Say) -> None:
         corpus.verify(bar.update)
     for split in SPLITS:
         entry = corpus.manifest["splits"][split]
-        documents = f"{entry['documents']:,} documents, " if "documents" in entry else ""  # nanoGPT's are not counted
-        shards = f"{len(entry['shards'])} shard{'s' if len(entry['shards']) > 1 else ''}"
-        say(f"{corpus.path}: {split}: {documents}{entry['tokens']:,} tokens in {shards}, intact")
+        say(f"{corpus.path}: {split}: {entry['tokens']:,} tokens in {len(entry['shards'])} shard(s), intact")
 
 
 def _progress_bar(n_bytes: int, quiet: bool, description: str = "encoding") -> tqdm:
     """A progress bar on a terminal, otherwise an occasional line. Without a percentage if `n_bytes` is 0 (not known)."""
     seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_REPORTS
     options: dict[str, Any] = {"mininterval": seconds, "maxinterval": 2 * seconds, "delay": seconds, "leave": False, "disable": quiet}
-    with _deferred_sigint():  # a bar that is half constructed prints a traceback when it is deleted
-        return tqdm(total=n_bytes or None, unit="B", unit_scale=True, desc=description, **options)
-
-
-@contextmanager
-def _deferred_sigint() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block. Blocking the signal is not enough, because another thread can receive it."""
-    handler = signal.getsignal(signal.SIGINT)
-    received: list[int] = []
-    signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if received:
-            signal.raise_signal(signal.SIGINT)
+    return tqdm(total=n_bytes or None, unit="B", unit_scale=True, desc=description, **options)
 
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:
@@ -222,11 +180,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         epilog="--out is created when the corpus is complete. Exit codes: 0 done, 1 failed, 2 user's mistake, 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument(
         "--source",
         nargs="+",
         action="extend",
-        default=[],
         metavar="SOURCE",
         help=f"one or several sources of text: {ALLOWED}. stdlib is the Python standard library and needs no download. With weights, such"
         " as a.txt@0.7 b@0.3, training draws from each source in proportion to its weight",
@@ -239,14 +197,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         " a prepared corpus, a tokenizer.json, or a folder that AutoTokenizer reads; default %(default)s",
     )
     parser.add_argument("--end_of_text", metavar="TOKEN", help="token that ends a document; default: the tokenizer's own")
-    parser.add_argument("--text_column", default="text", help="column (or JSON key) that holds the text; default %(default)s")
     parser.add_argument(
-        "--separator",
-        type=lambda text: text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t"),
-        metavar="TEXT",
-        help=f"cut {' '.join(PLAIN)} files into documents at each TEXT, such as '<|endoftext|>' or '\\n\\n\\n'; default: none",
+        "--val_fraction",
+        type=float,
+        default=0.05,
+        help="fraction of the documents (of the text, if there is one document) for validation; default %(default)s",
     )
+    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard file; default %(default)s (200 MB)")
+    parser.add_argument("--text_column", default="text", help="column (or JSON key) that holds the text; default %(default)s")
     parser.add_argument("--max_docs", type=int, metavar="N", help="use only the first N documents of each source")
+    parser.add_argument(
+        "--max_record_mib",
+        type=int,
+        default=MAX_RECORD_MIB,
+        metavar="N",
+        help="largest record (not a text file without --separator) in MiB, decompressed; a larger one is a bad record; default %(default)s",
+    )
     parser.add_argument("--dedup", choices=["none", "exact"], default="none", help="exact: drop documents that repeat an earlier one")
     parser.add_argument(
         "--on_error",
@@ -255,41 +221,26 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="bad record (not UTF-8, no text column, broken JSON): stop and print its place, or skip and count it; default %(default)s",
     )
     parser.add_argument(
-        "--max_record_mib",
-        type=int,
-        default=MAX_RECORD_MIB,
-        metavar="N",
-        help="largest record (not a text file without --separator) in MiB, decompressed; a larger one is a bad record; default %(default)s",
-    )
-    parser.add_argument(
-        "--val_fraction",
-        type=float,
-        default=0.05,
-        help="fraction of the documents (of the text, if there is one document) for validation; default %(default)s",
+        "--separator",
+        type=lambda text: text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t"),
+        metavar="TEXT",
+        help=f"cut {' '.join(PLAIN)} files into documents at each TEXT, such as '<|endoftext|>' or '\\n\\n\\n'; default: none",
     )
     parser.add_argument(
         "--workers",
         type=int,
         help="encoding processes; any number gives the same files; default: 1 for files of less than 64 MiB, else one per core",
     )
-    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard file; default %(default)s (200 MB)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run of the same command")
-    parser.add_argument("--verify", type=Path, metavar="DIR", help="check every byte of the corpus DIR; write nothing")
-    parser.add_argument("--show", type=Path, metavar="DIR", help="print counts and a few documents of the corpus DIR; write nothing")
+    task.add_argument("--verify", type=Path, metavar="DIR", help="check every byte of the corpus DIR; write nothing")
+    task.add_argument("--show", type=Path, metavar="DIR", help="print counts and a few documents of the corpus DIR; write nothing")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     args = parser.parse_args(argv)
-    given = [f"--{name}" for name in ("source", "verify", "show") if getattr(args, name)]
-    if len(given) > 1:
-        parser.error(f"{' and '.join(given)}: give one of them")
-    if args.verify or args.show:
-        others = [
-            name for name, value in vars(args).items() if f"--{name}" != given[0] and name != "quiet" and value != parser.get_default(name)
-        ]
-        if others:
-            parser.error(f"--{others[0]}: is for preparing a corpus; leave it out beside {given[0]}")
-    missing = [name for name, value in (("--source", args.source), ("--out", args.out)) if not (value or args.show or args.verify)]
-    if missing:
-        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name) and name not in ("show", "verify", "quiet")]
+    if not args.source and given:
+        parser.error(f"--{given[0]}: is for preparing a corpus; leave it out beside --show and --verify")
+    if args.source and not args.out:
+        parser.error("--out: the folder of the corpus is needed")
     return args
 
 
@@ -310,12 +261,10 @@ def _check(args: argparse.Namespace) -> None:
 def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
     """DataError unless the corpus at `--out` was prepared from the same sources with the same options."""
     out = args.out
-    if not (out / MANIFEST_FILE).exists():
-        raise DataError(f"--out {out} exists and is not a complete corpus; choose another --out")
     try:
         manifest = open_corpus(out).manifest
     except DataError as error:
-        raise DataError(f"--out {out} exists and is not a complete corpus; remove it or choose another --out ({error})") from None
+        raise DataError(f"--out {out} exists and is not a complete corpus; choose another --out ({error})") from None
     # A newer version has options that an older one did not record.
     found = {**manifest, "options": {**about["options"], "separator": None, **manifest["options"]}}
     if difference := _difference(found, about):
@@ -325,15 +274,11 @@ def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
 
 def _check_tokenizer(args: argparse.Namespace, entry: dict[str, Any], folder: Path) -> None:
     """DataError if `--tokenizer` is a file or folder that differs from the copy in `folder`, whose manifest entry is `entry`."""
-    kind, file = parse_spec(args.tokenizer)
-    if kind in ("corpus", "hugging_face"):
-        if kind == "corpus":
-            same = read_manifest(file / MANIFEST_FILE)["tokenizer"]["files"] == entry["files"]
-        else:
-            text = HuggingFace.read(file, args.end_of_text, f"--tokenizer {file}").json
-            same = hashlib.sha256(text.encode()).hexdigest() == entry["files"].get(HUGGING_FACE_FILE)
-        if not same:
-            raise DataError(f"--tokenizer {file}: differs from the tokenizer in {folder}; remove {folder}, or choose another --out")
+    if parse_spec(args.tokenizer)[0] in ("corpus", "hugging_face"):
+        with TemporaryDirectory() as place:
+            now = make_tokenizer(args.tokenizer, (), args.end_of_text).save(Path(place))
+        if now["files"] != entry["files"]:
+            raise DataError(f"--tokenizer {args.tokenizer}: differs from that in {folder}; remove {folder}, or choose another --out")
 
 
 def _difference(before: Any, now: Any, key: str = "") -> str:
@@ -363,21 +308,16 @@ def _what_is_left(out: Path | None) -> str:
     return f": nothing was written to {out}{resume}"
 
 
-def _check_splits(
-    splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str], least: float, problems: Problems
-) -> None:
-    """DataError if a split, or a group's part of the training split, is empty. least: `Documents.least_val_fraction`."""
+def _check_splits(splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str], problems: Problems) -> None:
+    """DataError if a split, or a group's part of the training split, is empty."""
     documents = {split: splits[split]["documents"] for split in SPLITS}
-    if not sum(documents.values()):
-        first = f"; the first: {next(iter(problems.cases.values()))[0]}" if problems.cases else ""
-        raise DataError(f"--source {' '.join(args.source)}: no document; left out: {listed(dropped) or 'nothing'}{first}")
-    above = f" to {min(1.1 * least, (1 + least) / 2):.3g}" if least < 1 else ""
-    for split, fix in (("train", "lower --val_fraction"), ("val", f"raise --val_fraction{above}")):
+    for split in SPLITS:
         if not documents[split]:
-            left_out = f", {listed(dropped)} left out" if dropped else ""
+            left_out = f"; left out: {listed(dropped)}" if dropped else ""
+            first = f"; the first: {next(iter(problems.cases.values()))[0]}" if problems.cases else ""
             raise DataError(
-                f"--source {' '.join(args.source)}: no document for {split} ({sum(documents.values())} in total{left_out}, --val_fraction"
-                f" {args.val_fraction}); {fix}, or add documents (a single document is cut in two, and must be long enough)"
+                f"--source {' '.join(args.source)}: no document for {split} ({sum(documents.values())} in total{left_out}{first}); change"
+                f" --val_fraction {args.val_fraction}, or add documents (a single document is cut in two, and must be long enough)"
             )
     for group in range(n_groups):
         if not any(shard["group"] == group for shard in splits["train"]["shards"]):

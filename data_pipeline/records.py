@@ -9,7 +9,7 @@
 All but the last line may be compressed: .gz, .zst, .xz or .bz2 follows. The case of a name does not matter, and it may have a synonym.
 Only one record is in memory at a time, of a .parquet file one page, and of an .arrow file one batch. The size of a record is limited
 (`Problems.max_record`). It is checked before a line is read whole, since a small compressed file can hold a record of any size. Text
-files have no limit: one above LARGE is read in blocks, several times.
+files have no limit: one above BLOCK is read in blocks, several times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import lzma
 import mmap
 import re
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,8 +40,6 @@ TABLES = (".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 ALLOWED_FILES = f"{' '.join(STREAMED)} (each also {' '.join(COMPRESSED)}) {' '.join(TABLES)}"
 _SYNONYMS = {".text": ".txt", ".markdown": ".md", ".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".pq": ".parquet", ".zstd": ".zst"}
-#: Text files up to this size, in bytes, are read at once.
-LARGE = 4 * 2**20
 BLOCK = 2**20
 #: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
 MAX_RECORD_MIB = 16
@@ -54,12 +51,11 @@ REST_LOST = "; the rest of this file is lost"
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-class RecordTooLarge(ValueError):
-    """A record is larger than the limit; its end has not been read."""
+class Bad(ValueError):
+    """Why a record cannot be used: a reader yields it in place of the record, or raises it if the rest of the file is lost."""
 
-
-class BadRecord(DataError):
-    """The first bad record, with `--on_error stop`."""
+    def __init__(self, kind: str, detail: str):
+        self.kind, self.detail = kind, detail
 
 
 class Problems:
@@ -77,24 +73,23 @@ class Problems:
         """Begin a new pass over the sources."""
         self.counts: Counter[str] = Counter()
         self.cases: dict[str, list[str]] = {}
-        self.uncut = 0  # text files in which the separator does not occur
 
-    def __call__(self, kind: str, place: str, detail: str = "") -> None:
+    def __call__(self, kind: str, place: str, detail: str) -> None:
         """Report a bad record of `kind` at `place`.
 
         Raises:
-            BadRecord: with `--on_error stop`.
+            DataError: with `--on_error stop`.
         """
-        line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
+        line = f"{place}: {kind} ({detail})"
         if self.on_error == "stop":
-            raise BadRecord(f"{line}; fix it, or leave out such records with --on_error skip")
+            raise DataError(f"{line}; fix it, or leave out such records with --on_error skip")
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
 
-    def too_large(self, place: str, rest: str = "") -> None:
-        """Report a record above `max_record`."""
-        self("record too large", place, f"above the {self.max_record / 2**20:g} MiB of --max_record_mib{rest}")
+    def too_large(self, rest: str = "") -> Bad:
+        """What is wrong with a record above `max_record`."""
+        return Bad("record too large", f"above the {self.max_record / 2**20:g} MiB of --max_record_mib{rest}")
 
 
 class Text(NamedTuple):
@@ -103,6 +98,10 @@ class Text(NamedTuple):
     blocks: Callable[[], Iterable[str]]
     n_bytes: int
     sha256: bytes
+
+
+#: What a reader yields for each record: its line, or 0 if records are counted instead; and the record, or why it is bad.
+Read = Iterator[tuple[int, object]]
 
 
 def records(
@@ -117,28 +116,28 @@ def records(
     Raises:
         DataError: the file cannot be read; or, with `--on_error stop`, a record is bad.
     """
-    kind, _ = kind_of(file)
+    kind, compression = kind_of(file)
+    read, name = READERS.get(kind, (_pieces, ""))
+    number = 0
     try:
-        if kind in TABLES:
-            yield from _rows(file, text_column, problems, on_read)
+        if kind in PLAIN and not separator:
+            yield from _plain(file, problems)
             return
         with _opened(file) as (raw, stream):
-            found: Iterator[Text]
-            if kind in PLAIN:
-                found = _pieces(file, stream, separator, problems) if separator else _plain(file, stream, problems)
-            else:
-                read = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[kind]
-                found = read(file, stream, text_column, problems)
-            for record in found:
+            for number, (line, record) in enumerate(read(stream, problems, text_column if name else separator), 1):
                 on_read(raw.tell())
-                yield record
-    except OSError as reason:
-        if "too much memory" in str(reason):
-            problems("zstd window above 2 GiB", str(file), "compress it again without --long")
-        elif reason.errno is None:  # an error of the decompressor
+                yield from text_of(record, text_column if name else "", f"{file}:{line}" if line else f"{file}: record {number}", problems)
+    except (DataError, MemoryError):
+        raise
+    except Bad as bad:
+        problems(bad.kind, f"{file}: record {number + 1}", bad.detail)
+    except Exception as reason:  # decompressors and pyarrow raise many types
+        if isinstance(reason, OSError) and reason.errno:
+            raise DataError(f"--source: {file} cannot be read ({reason.strerror}); fix that, or move it away") from None
+        if compression and not isinstance(reason, (ValueError, RecursionError)):
             problems("compressed file damaged", str(file), one_line(reason))
         else:
-            raise DataError(f"--source: {file} cannot be read ({reason.strerror}); fix that, or move it away") from None
+            problems(f"broken {name}", f"{file}: record {number + 1}", f"{one_line(reason)}{REST_LOST}")
 
 
 def kind_of(file: Path) -> tuple[str, str]:
@@ -150,28 +149,23 @@ def kind_of(file: Path) -> tuple[str, str]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The bytes of `file` as stored, and decompressed.
-
-    Raises:
-        OSError: without `errno` for content that cannot be decompressed.
-    """
-    opens: dict[str, Any] = {"": nullcontext, ".gz": gzip.open, ".xz": _open_streams, ".bz2": _open_streams, ".zst": _open_zstd}
-    with open(file, "rb", buffering=BLOCK) as raw, opens[kind_of(file)[1]](raw) as stream:
-        try:
-            yield raw, stream
-        except (EOFError, zlib.error, lzma.LZMAError) as reason:
-            raise OSError(one_line(reason)) from None
+    """The bytes of `file` as stored, and decompressed. What is read of damaged content raises exceptions of any type."""
+    compression = kind_of(file)[1]
+    opens: dict[str, Callable[[BinaryIO], Any]] = {"": nullcontext, ".gz": gzip.open}
+    streams = opens.get(compression, lambda raw: io.BufferedReader(_Streams(raw, compression), BLOCK))
+    with open(file, "rb", buffering=BLOCK) as raw, streams(raw) as stream:
+        yield raw, stream
 
 
 class _Streams(io.RawIOBase):
-    """The content of a .xz or .bz2 file: one or more streams, with zeros between and after them.
+    """The content of a .xz, .bz2 or .zst file: one or more streams, with zeros between and after them.
 
     The standard library's readers end in silence at what follows a stream and does not begin one.
     """
 
-    def __init__(self, raw: BinaryIO):
-        self._raw = raw
-        self._stream: bz2.BZ2Decompressor | lzma.LZMADecompressor | None = None
+    def __init__(self, raw: BinaryIO, compression: str):
+        self._raw, self._compression = raw, compression
+        self._stream: Any = None
 
     def readable(self) -> bool:
         return True
@@ -186,7 +180,7 @@ class _Streams(io.RawIOBase):
                     rest = (rest + block).lstrip(b"\0")
                 if self._stream and not rest:
                     return 0
-                self._stream = bz2.BZ2Decompressor() if rest.startswith(b"BZh") else lzma.LZMADecompressor()
+                self._stream = _decompressor(self._compression)
             elif self._stream.needs_input and not (rest := self._raw.read(BLOCK)):
                 raise EOFError("the file ends within a stream")
             data = self._stream.decompress(rest, len(buffer))
@@ -194,65 +188,50 @@ class _Streams(io.RawIOBase):
         return len(data)
 
 
-def _open_streams(raw: BinaryIO) -> Any:
-    return io.BufferedReader(_Streams(raw), BLOCK)
-
-
-@contextmanager
-def _open_zstd(raw: BinaryIO) -> Iterator[Any]:
+def _decompressor(compression: str) -> Any:
+    if compression != ".zst":
+        return bz2.BZ2Decompressor() if compression == ".bz2" else lzma.LZMADecompressor()
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
         from backports import zstd
-    try:  # the window is in memory; 2 GiB, the largest of any encoder, is that of `zstd --ultra --long=31`
-        with zstd.open(raw, options={zstd.DecompressionParameter.window_log_max: 31}) as stream:
-            yield stream
-    except zstd.ZstdError as reason:
-        raise OSError(one_line(reason)) from None
+    # The window is in memory; 2 GiB, the largest of any encoder, is that of `zstd --ultra --long=31`.
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 31})
 
 
-def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
-    decoder, sha256, n_bytes, line = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256(), 0, 1
-    start = stream.read(len(codecs.BOM_UTF8))
-    first = data = (b"" if start == codecs.BOM_UTF8 else start) + stream.read(LARGE + 1)
+def _plain(file: Path, problems: Problems) -> Iterator[Text]:
+    sha256, n_bytes, line, held = hashlib.sha256(), 0, 1, list[str]()
     try:
-        while True:
-            decoder.decode(data, final=not data)
-            if not data:
-                break
+        for block in _blocks(file):
+            data = block.encode()
             sha256.update(data)
             n_bytes, line = n_bytes + len(data), line + data.count(b"\n")
-            data = stream.read(BLOCK)
+            held = [block] if n_bytes == len(data) else []
     except UnicodeDecodeError as reason:
         line += reason.object.count(b"\n", 0, reason.start)
-        encoding = "UTF-16" if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
-        detail = f"byte 0x{reason.object[reason.start]:02x}; if it is {encoding}, convert it with iconv -f {encoding} -t UTF-8"
-        problems("not UTF-8", f"{file}:{line}", detail)
+        problems("not UTF-8", f"{file}:{line}", f"{one_line(reason)}; convert it with iconv -f ENCODING -t UTF-8")
         return
-    # Not read_text: line ends stay as they are.
-    yield Text((lambda: _blocks(file)) if n_bytes > LARGE else (lambda: (first.decode(),)), n_bytes, sha256.digest())
+    yield Text((lambda: held) if held else (lambda: _blocks(file)), n_bytes, sha256.digest())
 
 
 def _blocks(file: Path) -> Iterator[str]:
-    """The text of a large file without its byte order mark, in parts of about BLOCK bytes."""
+    """The text of a file without its byte order mark, in parts of about BLOCK bytes. Line ends stay as they are."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with _opened(file) as (_, stream):
         while data := stream.read(BLOCK):
             yield decoder.decode(data)
+        decoder.decode(b"", final=True)
 
 
-def _pieces(file: Path, stream: BinaryIO, separator: str, problems: Problems) -> Iterator[Text]:
+def _pieces(stream: BinaryIO, problems: Problems, separator: str) -> Read:
     """The text between separators, without the line ends around it; an empty piece is no document."""
-    number = 0
     for line, piece in _cut_at(stream, separator.encode("utf-8", "surrogateescape"), problems.max_record):
-        number += 1
         text = (piece.removeprefix(codecs.BOM_UTF8) if line == 1 else piece).lstrip(b"\r\n")
-        place = f"{file}:{line + piece[: len(piece) - len(text)].count(10)}"  # 10: a line end
+        line += piece[: len(piece) - len(text)].count(b"\n")
         if len(text) > problems.max_record:
-            problems.too_large(place, f", up to the next {separator!r}")
+            yield line, problems.too_large(f", up to the next {separator!r}")
         elif text := text.rstrip(b"\r\n"):
-            yield from text_of({"": text}, "", place, problems)
-    problems.uncut += number == 1
+            yield line, {"": text}
 
 
 def _cut_at(stream: BinaryIO, mark: bytes, limit: int) -> Iterator[tuple[int, bytes]]:
@@ -278,244 +257,195 @@ def _cut_at(stream: BinaryIO, mark: bytes, limit: int) -> Iterator[tuple[int, by
         yield line, bytes(held)
 
 
-def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
+def _json_lines(stream: BinaryIO, problems: Problems, text_column: str) -> Read:
     limit = problems.max_record
     for number in count(1):
         line = stream.readline(limit + 1)
         if not line:
             return
-        place = f"{file}:{number}"
         if len(line) > limit:
-            problems.too_large(place)
+            yield number, problems.too_large()
             while line and not line.endswith(b"\n"):
                 line = stream.readline(BLOCK)
-            continue
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as reason:
-            problems("not UTF-8", place, f"byte 0x{line[reason.start]:02x}")
-        except (ValueError, RecursionError) as reason:
-            problems("broken JSON line", place, one_line(reason))
-        else:
-            yield from text_of(record, text_column, place, problems)
+        elif line.strip():
+            try:
+                yield number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as reason:
+                yield number, Bad("not UTF-8" if isinstance(reason, UnicodeError) else "broken JSON line", one_line(reason))
 
 
-def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
-    number = 0
-    try:
-        for number, record in enumerate(_JsonValues(stream, problems.max_record), 1):
-            yield from text_of(record, text_column, f"{file}: record {number}", problems)
-    except DataError:
-        raise
-    except RecordTooLarge:
-        problems.too_large(f"{file}: record {number + 1}", REST_LOST)
-    except (ValueError, RecursionError) as reason:
-        problems("broken JSON", f"{file}: record {number + 1}", f"{one_line(reason)}{REST_LOST}")
+def _characters(stream: BinaryIO) -> io.TextIOWrapper:
+    """Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file."""
+    return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
 
 
-class _JsonValues:
-    """Reads JSON values of at most `limit` characters from a stream, which is never in memory as a whole."""
+def _json(stream: BinaryIO, problems: Problems, text_column: str) -> Read:
+    """Yields the elements of one array, or consecutive values. The file is never in memory as a whole."""
+    characters, decode, text, position = _characters(stream), json.JSONDecoder().raw_decode, "", 0
 
-    def __init__(self, stream: BinaryIO, limit: int):
-        self._limit = limit
-        # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
-        self._characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        self._decode = json.JSONDecoder().raw_decode
-        self._text, self._position = "", 0
+    def more() -> bool:
+        """Double the text in memory, up to the limit; False at the end of the stream."""
+        nonlocal text, position
+        held = len(text) - position
+        if held > problems.max_record:
+            raise problems.too_large(REST_LOST)
+        new = characters.read(min(max(BLOCK, held), problems.max_record + 1 - held))
+        if new:
+            text, position = text[position:] + new, 0
+        return bool(new)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yields the elements of one array, or consecutive values.
-
-        Raises:
-            RecordTooLarge: the next value has more characters than the limit.
-            ValueError, RecursionError: the JSON is invalid.
-        """
-        array = self._next() == "["
-        self._position += array
-        first = True
-        while (mark := self._next()) != ("]" if array else ""):
-            if array and not first:
-                if mark != ",":
-                    raise ValueError(f"{mark!r} instead of a comma or the end of the array")
-                self._position += 1
-            first = False
-            yield self._value()
-        self._position += array
-        if mark := self._next():
-            raise ValueError(f"{mark!r} after the end of the array")
-
-    def _next(self) -> str:
+    def mark() -> str:
         """The next non-blank character, or "" at the end."""
+        nonlocal position
         while True:
-            self._position = _BLANK.match(self._text, self._position).end()  # type: ignore[union-attr]
-            if self._position < len(self._text) or not self._more():
-                return self._text[self._position : self._position + 1]
+            position = _BLANK.match(text, position).end()  # type: ignore[union-attr]
+            if position < len(text) or not more():
+                return text[position : position + 1]
 
-    def _value(self) -> Any:
-        self._next()
+    array = mark() == "["
+    position += array
+    first = True
+    while (found := mark()) != ("]" if array else ""):
+        if array and not first:
+            if found != ",":
+                raise ValueError(f"{found!r} instead of a comma or the end of the array")
+            position += 1
+            mark()
+        first = False
         while True:
             try:
-                value, end = self._decode(self._text, self._position)
+                value, end = decode(text, position)
             except json.JSONDecodeError as reason:
                 # Invalid; or incomplete, which is reported near the end of the text read so far, or at an opening quote.
-                incomplete = reason.pos > len(self._text) - 16 or reason.msg.startswith("Unterminated string")
-                if not (incomplete and self._more()):
+                if not ((reason.pos > len(text) - 16 or reason.msg.startswith("Unterminated string")) and more()):
                     raise ValueError(reason.msg) from None
             else:
-                if end < len(self._text) or not self._more():  # 12 may be the beginning of 123
-                    self._position = end
-                    return value
-
-    def _more(self) -> bool:
-        """Double the text in memory, up to the limit; False at the end of the stream."""
-        held = len(self._text) - self._position
-        if held > self._limit:
-            raise RecordTooLarge
-        more = self._characters.read(min(max(BLOCK, held), self._limit + 1 - held))
-        if more:
-            self._text, self._position = self._text[self._position :] + more, 0
-        return bool(more)
+                if end < len(text) or not more():  # 12 may be the beginning of 123
+                    position = end
+                    break
+        yield 0, value
+    position += array
+    if found := mark():
+        raise ValueError(f"{found!r} after the end of the array")
 
 
-def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
-    # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
-    characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+def _csv(stream: BinaryIO, problems: Problems, text_column: str) -> Read:
+    characters = _characters(stream)
     left = problems.max_record  # characters that the current row may still have
 
     def lines() -> Iterator[str]:
         nonlocal left
         while line := characters.readline(left + 1):
-            if len(line) > left:
-                raise RecordTooLarge
+            if len(line) > left:  # possibly within quotes, so the start of the next row is unknown
+                raise problems.too_large(REST_LOST)
             left -= len(line)
             yield line
 
     csv.field_size_limit(sys.maxsize)
     # Strict: otherwise, an unclosed quote silently turns the rest of the file into one text.
     rows = csv.reader(lines(), strict=True)
-    columns: list[str] | None = None
-    while True:
-        line, left = rows.line_num + 1, problems.max_record
-        try:
-            row = next(rows, None)
-        except RecordTooLarge:  # possibly within quotes, so the start of the next row is unknown
-            problems.too_large(f"{file}:{line}", REST_LOST)
-            return
-        except csv.Error as reason:  # possibly within quotes, so the start of the next row is unknown
-            problems("broken CSV", f"{file}:{rows.line_num}", f"{one_line(reason)}{REST_LOST}")
-            return
-        if row is None:
-            return
-        if not row:
-            continue
-        if columns is None:
-            columns = row
-            if not _has_column(file, columns, text_column, problems):
-                return
-        elif any(row[len(columns) :]):  # an unquoted comma in a text cuts it
-            problems("too many fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
-        elif len(row) < len(columns) and text_column in columns[: len(row)]:  # an unquoted line end in a text cuts it
-            problems("too few fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
-        else:
-            yield from text_of({text_column: None} | dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
-
-
-def _rows(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
-    import pyarrow  # here, as it takes a quarter of a second, and only these files need it
-
-    kind, number = kind_of(file)[0][1:].capitalize(), 0
+    columns, line = list[str](), 1
     try:
-        batches = {"Parquet": _parquet, "Arrow": _arrow}[kind](file, text_column)
-        schema = next(batches)
-        if not _has_column(file, schema.names, text_column, problems):
-            return
-        if pyarrow.types.is_nested(type_ := schema.field(text_column).type):
-            problems(f"text column {text_column!r} is not text", str(file), f"it is a {type_}; none of its records is used")
-            return
-        for batch, n_read in batches:
-            column = batch.column(0)
-            for place in range(len(column)):
-                number += 1
-                try:
-                    record = {text_column: column[place].as_py()}
-                except UnicodeDecodeError:
-                    problems("not UTF-8", f"{file}: row {number}")
-                    continue
-                yield from text_of(record, text_column, f"{file}: row {number}", problems)
-            on_read(n_read)
-    except DataError:
-        raise
-    except Exception as reason:  # pyarrow raises many types
-        if isinstance(reason, OSError) and reason.errno:
-            raise
-        problems(f"broken {kind} file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")
+        for row in rows:
+            if not row:
+                pass  # a blank line
+            elif not columns:
+                columns = row
+                _check_column(columns, text_column)
+            elif any(row[len(columns) :]):  # an unquoted comma in a text cuts it
+                yield line, Bad("too many fields", f"{len(row)}, and the first row names {len(columns)}")
+            elif len(row) < len(columns) and text_column in columns[: len(row)]:  # an unquoted line end in a text cuts it
+                yield line, Bad("too few fields", f"{len(row)}, and the first row names {len(columns)}")
+            else:
+                yield line, {text_column: None} | dict(zip(columns, row, strict=False))
+            line, left = rows.line_num + 1, problems.max_record
+    except csv.Error as reason:
+        raise ValueError(f"line {rows.line_num}: {reason}") from None
 
 
-def _parquet(file: Path, text_column: str) -> Iterator[Any]:
-    """Yields the schema, and then each batch of the text column with the bytes of the file that have been read."""
-    from pyarrow import parquet
+def _parquet(raw: BinaryIO, problems: Problems, text_column: str) -> Read:
+    from pyarrow import parquet  # here, as it takes a quarter of a second, and only these files need it
 
-    size, n_rows = file.stat().st_size, 0
-    with parquet.ParquetFile(file, memory_map=False, pre_buffer=False, buffer_size=BLOCK) as table:
-        yield table.schema_arrow
-        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column], use_threads=False):
-            n_rows += len(batch)
-            yield batch, size * n_rows // table.metadata.num_rows
+    table = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK)
+    _check_column(table.schema_arrow.names, text_column)
+    return _rows(table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column], use_threads=False), text_column)
 
 
-def _arrow(file: Path, text_column: str) -> Iterator[Any]:
-    """The same of an Arrow file, in the format for streams (as `datasets` writes it) or that for files."""
+def _arrow(raw: BinaryIO, problems: Problems, text_column: str) -> Read:
+    """The rows of an Arrow file, in the format for streams (as `datasets` writes it) or that for files."""
     import pyarrow
     from pyarrow import ipc
 
-    with open(file, "rb") as raw:
-        pages = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+    pages = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
     opens = ipc.open_file if pages[:6] == b"ARROW1" else ipc.open_stream
-    schema = opens(pyarrow.BufferReader(pages)).schema
-    yield schema
+    names = opens(pyarrow.BufferReader(pages)).schema.names
+    _check_column(names, text_column)
     source = pyarrow.BufferReader(pages)
-    reader = opens(source, options=ipc.IpcReadOptions(included_fields=[schema.names.index(text_column)], use_threads=False))
-    for batch in reader if opens is ipc.open_stream else map(reader.get_batch, range(reader.num_record_batches)):
-        batch.validate(full=True)  # a wrong offset would be read anywhere in memory
-        yield batch, source.tell()
+    reader = opens(source, options=ipc.IpcReadOptions(included_fields=[names.index(text_column)], use_threads=False))
+
+    def batches() -> Iterator[Any]:
+        for batch in reader if opens is ipc.open_stream else map(reader.get_batch, range(reader.num_record_batches)):
+            batch.validate(full=True)  # a wrong offset would be read anywhere in memory
+            raw.seek(source.tell())
+            yield batch
+
+    return _rows(batches(), text_column)
 
 
-def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
-    if (found := columns.count(text_column)) == 1:
-        return True
-    fix = "rename all but one" if found else "name one with --text_column"
-    has = f"it has {', '.join(map(repr, columns[:20]))}: {fix}"
-    problems(f"{found or 'no'} text column{'s' * (found > 1)} {text_column!r}", str(file), f"{has}; none of its records is used")
-    return False
+def _rows(batches: Iterable[Any], text_column: str) -> Read:
+    for batch in batches:
+        for value in batch.column(0):
+            try:
+                yield 0, {text_column: value.as_py()}
+            except UnicodeDecodeError as reason:
+                yield 0, Bad("not UTF-8", one_line(reason))
+
+
+def _check_column(columns: list[str], text_column: str) -> None:
+    if (found := columns.count(text_column)) != 1:
+        fix = "rename all but one" if found else "name one with --text_column"
+        has = f"it has {', '.join(map(repr, columns[:20]))}: {fix}; none of its records is used"
+        raise Bad(f"{found or 'no'} text column{'s' * (found > 1)} {text_column!r}", has)
+
+
+#: The reader of each kind of file with records, and what is said of a broken file.
+READERS: dict[str, tuple[Callable[[BinaryIO, Problems, Any], Read], str]] = {
+    ".jsonl": (_json_lines, "JSON line"),
+    ".json": (_json, "JSON"),
+    ".csv": (_csv, "CSV"),
+    ".parquet": (_parquet, "Parquet file"),
+    ".arrow": (_arrow, "Arrow file"),
+}
 
 
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:
     """Yields the text of a good record, and reports a bad one."""
-    if not isinstance(record, dict) or record.get(text_column) is None:
-        has = f"it is a {type(record).__name__}, not an object"
-        if isinstance(record, dict):
-            keys = ", ".join(map(repr, list(record)[:8])) or "none"
-            has = "it is null" if text_column in record else f"it has {keys}: name one with --text_column"
-        problems(f"no text column {text_column!r}", place, has)
-        return
-    text = record[text_column]
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8")
-        except UnicodeDecodeError as reason:
-            problems("not UTF-8", place, f"byte 0x{reason.object[reason.start]:02x}")
-            return
-    if not isinstance(text, str):
-        problems(f"text column {text_column!r} is not text", place, f"it is a {type(text).__name__}")
-        return
     try:
-        data = text.encode("utf-8")
-    except UnicodeEncodeError:
-        problems("not UTF-8", place, "an invalid byte, or half of a surrogate pair")
-        return
-    if len(data) > problems.max_record:
-        problems.too_large(place)
-        return
-    yield Text(lambda: (text,), len(data), hashlib.sha256(data).digest())
+        text = _text(record, text_column)
+        data = text.encode()
+        if len(data) > problems.max_record:
+            raise problems.too_large()
+    except Bad as bad:
+        problems(bad.kind, place, bad.detail)
+    except UnicodeError as reason:
+        problems("not UTF-8", place, one_line(reason))
+    else:
+        yield Text(lambda: (text,), len(data), hashlib.sha256(data).digest())
+
+
+def _text(record: object, text_column: str) -> str:
+    """The text of a record. Raises Bad or UnicodeError if it has none."""
+    if isinstance(record, Bad):
+        raise record
+    if not isinstance(record, dict):
+        raise Bad(f"no text column {text_column!r}", f"it is a {type(record).__name__}, not an object")
+    text = record.get(text_column)
+    if text is None:
+        keys = ", ".join(map(repr, list(record)[:8])) or "none"
+        has = "it is null" if text_column in record else f"it has {keys}: name one with --text_column"
+        raise Bad(f"no text column {text_column!r}", has)
+    if isinstance(text, bytes):
+        return text.decode()
+    if not isinstance(text, str):
+        raise Bad(f"text column {text_column!r} is not text", f"it is a {type(text).__name__}")
+    return text

@@ -10,7 +10,6 @@
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
@@ -37,10 +36,7 @@ def readable() -> Iterator[None]:
         yield
     except OSError as reason:
         what = reason.filename or "the corpus"  # a failed memory map has no file name
-        fix = "fix that, or prepare the corpus again"
-        if reason.errno == errno.EMFILE:
-            fix = "raise the hard limit of `ulimit -n` above the number of shards, or prepare the corpus with a larger --shard_tokens"
-        raise DataError(f"{what}: cannot be read ({reason.strerror}); {fix}") from None
+        raise DataError(f"{what}: cannot be read ({reason.strerror}); fix that, or prepare the corpus again") from None
 
 
 def raise_open_file_limit() -> None:
@@ -257,8 +253,7 @@ def open_corpus(path: str | Path) -> Corpus:
     """
     path = Path(path)
     if not path.is_dir():
-        problem = "not a folder" if path.exists() else "no such corpus"
-        raise DataError(f"{path}: {problem}; prepare one with: {PREPARE_COMMAND.format(path)}")
+        raise DataError(f"{path}: no such corpus; prepare one with: {PREPARE_COMMAND.format(path)}")
     if is_nanogpt(path):
         return Corpus(path, *nanogpt_manifest(path))
     manifest = read_manifest(path / MANIFEST_FILE)
@@ -279,9 +274,7 @@ def _identity(file: Path) -> tuple[int, int, int]:
 def _check_file(file: Path, size: int | None = None) -> None:
     """DataError unless `file` exists and, if `size` is given, has this size."""
     if not file.is_file():
-        problem = "not a file" if file.exists() else "missing"
-        raise DataError(f"{file}: {problem}, the corpus is incomplete; prepare it again")
+        raise DataError(f"{file}: missing, the corpus is incomplete; prepare it again")
     found = file.stat().st_size
     if size is not None and found != size:
-        problem = "truncated" if found < size else "too long"
-        raise DataError(f"{file}: {problem}: {found:,} bytes, but the manifest has {size:,}; copy or prepare the corpus again")
+        raise DataError(f"{file}: has {found:,} bytes, but in the manifest {size:,}; copy or prepare the corpus again")

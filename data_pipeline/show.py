@@ -67,9 +67,6 @@ def _samples(corpus: Corpus, tokenizer: Tokenizer, shard: dict[str, Any]) -> lis
     lines = []
     for number in sorted({(len(bounds) - 1) * i // SAMPLES for i in range(SAMPLES)}):
         start, stop = bounds[number : number + 2]
-        try:
-            text = tokenizer.decode(tokens[start : min(stop, start + 4 * SAMPLE_CHARACTERS)])[:SAMPLE_CHARACTERS]  # up to 4 bytes each
-        except DataError as reason:
-            raise DataError(f"{corpus.path / shard['file']}: {str(reason).partition(';')[0]}; prepare the corpus again") from None
+        text = tokenizer.decode(tokens[start : min(stop, start + 4 * SAMPLE_CHARACTERS)])[:SAMPLE_CHARACTERS]  # up to 4 bytes each
         lines.append(f"\n--- {shard['file']}, document {number:,}, {stop - start:,} tokens\n{printable(text, NEWLINE_AND_TAB)}")
     return lines

@@ -16,7 +16,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import logging
-import math
 import os
 import platform
 import re
@@ -35,15 +34,14 @@ from data_pipeline.sampler import DENOMINATOR
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 ALLOWED = f"stdlib, a file, folder or glob of {ALLOWED_FILES}, or hf:NAME[:CONFIG][:SPLIT]; optionally followed by @WEIGHT"
-#: Unknown kinds of files that are counted by suffix; the others are counted together.
-MAX_LEFT_OUT = 8
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
 
 
-class Source:
-    """Documents, in the same order at every call of `documents`.
+class _Source:
+    """Documents, in the same order at every call of `documents`, which yields the text of each; the caller applies `max_docs`.
 
+    `describe` is the entry in the manifest, and `state` a hash that differs after any change of the source; checked on resume.
     `n_bytes` is the size of the source, None if it is not known, and `n_read` how much of it has been read in the current pass.
     `left_out` counts what is no source of text by kind, and `plain` tells whether a file is one document without a separator.
     """
@@ -56,25 +54,8 @@ class Source:
         self.n_bytes: int | None = None
         self.n_read = 0
 
-    def describe(self) -> dict[str, Any]:
-        """The entry in the manifest. For files it has their paths and sizes: an edit that keeps the size does not change it."""
-        raise NotImplementedError
 
-    def state(self) -> str:
-        """A hash that differs after any change of the source; checked on resume."""
-        raise NotImplementedError
-
-    def documents(self) -> Iterator[Text]:
-        """Yields the text of each document; the caller applies `max_docs`.
-
-        Raises:
-            DataError: a record is bad and `--on_error` is stop, or something cannot be read.
-            OSError: reading failed after some rows, for example because of the network.
-        """
-        raise NotImplementedError
-
-
-class Files(Source):
+class Files(_Source):
     """Files below `root`."""
 
     def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], left_out: Counter[str], *options: Any):
@@ -85,16 +66,16 @@ class Files(Source):
         self.n_bytes = sum(stat.st_size for stat in self._stats)
 
     def describe(self) -> dict[str, Any]:
-        listing = "\n".join(f"{self._relative(file)} {stat.st_size}" for file, stat in zip(self.files, self._stats, strict=True))
+        """The paths and sizes of the files: an edit that keeps the size does not change it."""
+        listing = "\n".join(
+            f"{file.relative_to(self.root).as_posix()} {stat.st_size}" for file, stat in zip(self.files, self._stats, strict=True)
+        )
         sha256 = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
         return {**self._identity, "files": len(self.files), "bytes": self.n_bytes, "listing_sha256": sha256}
 
     def state(self) -> str:
         changes = [f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in zip(self.files, self._stats, strict=True)]
         return hashlib.sha256("\n".join(changes).encode("utf-8", "surrogateescape")).hexdigest()
-
-    def _relative(self, file: Path) -> str:
-        return file.relative_to(self.root).as_posix()
 
     def documents(self) -> Iterator[Text]:
         before = 0
@@ -108,7 +89,7 @@ class Files(Source):
             self.n_read = before
 
 
-class HubDataset(Source):
+class HubDataset(_Source):
     """A dataset that `datasets` streams; only the current rows are in memory."""
 
     def __init__(self, name: str, arguments: dict[str, Any], *options: Any):
@@ -129,33 +110,27 @@ class HubDataset(Source):
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
     def documents(self) -> Iterator[Text]:
-        number, dataset = 0, None
+        """Raises DataError for a bad record, or if it cannot be opened; OSError if reading failed after some rows."""
+        number = 0
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
-            columns = dataset.column_names  # None if they are not known before the first row
-            if columns:
-                if self.text_column not in columns:
-                    raise DataError(
-                        f"--source {self.name}: no column {self.text_column!r}; it has {', '.join(map(repr, columns[:20]))}:"
-                        " name one with --text_column"
-                    )
+            if self.text_column in (dataset.column_names or ()):  # None if they are not known before the first row
                 dataset = dataset.select_columns([self.text_column])
             for number, row in enumerate(dataset, 1):
                 yield from text_of(row, self.text_column, f"{self.name}: row {number}", self.problems)
         except (DataError, MemoryError):
             raise
         except Exception as reason:  # exceptions of any type, from builders, file systems and the network
-            if dataset is not None and isinstance(reason, (ValueError, EOFError)):  # of the content: it is refused again at a resume
-                lost = f"{one_line(reason, 300)}; the rest of this source is lost"
-                self.problems("broken dataset", f"{self.name}: row {number + 1}", lost)
-                return
-            if number:  # it could be opened, so resuming may help
-                raise OSError(f"--source {self.name}: row {number + 1} cannot be read ({one_line(reason, 300)})") from None
-            raise self._unopened(reason) from None
+            if not number:
+                raise self._unopened(reason) from None
+            raise OSError(f"--source {self.name}: row {number + 1} cannot be read ({one_line(reason, 300)})") from None
 
     def _unopened(self, reason: Exception) -> DataError:
         line = one_line(reason, 300)
         return DataError(f"--source {self.name}: it cannot be opened: {line}; check its name, configuration and split")
+
+
+Source = Files | HubDataset
 
 
 def _datasets() -> Any:
@@ -200,12 +175,12 @@ def open_sources(
 
 def _split_weight(spec: str) -> tuple[str, float | None]:
     name, at, weight = spec.rpartition("@")
-    if not at or os.path.exists(spec) or not re.fullmatch(r"[0-9.eE+-]+|nan|inf", weight):
+    if not at or os.path.exists(spec):
         return spec, None
     try:
         value = float(weight)
     except ValueError:
-        value = math.nan
+        return spec, None
     if not 1e-9 <= value <= 1e9:  # so that every fraction of their sum is above 0
         raise DataError(f"--source {spec}: {weight} is not a weight; allowed: a number from 1e-9 to 1e9, such as 0.7")
     return name, value
@@ -255,12 +230,9 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
     """The arguments of `datasets.load_dataset`."""
     name, *rest = spec.removeprefix("hf:").split(":", 1)
     rest = [part for after in rest for part in re.split(":(?!.*/)", after)]  # colons before the last slash belong to a URL
-    form = "hf:NAME[:CONFIG][:SPLIT], or hf:json:FILES[:SPLIT] and the like"
-    if not name or len(rest) > 2 or "" in rest:
-        raise DataError(f"--source {spec}: not a dataset name; allowed: {form}")
+    if not name or len(rest) > 2 or "" in rest or (name in BUILDERS and not rest):
+        raise DataError(f"--source {spec}: not a dataset name; allowed: hf:NAME[:CONFIG][:SPLIT], or hf:json:FILES[:SPLIT] and the like")
     if name in BUILDERS:
-        if not rest:
-            raise DataError(f"--source {spec}: the builder {name} needs files; allowed: {form}")
         return {"path": name, "data_files": rest[0], "split": rest[1] if len(rest) > 1 else "train"}
     if len(rest) == 1 and re.match(r"(train|validation|val|test)\b", rest[0]):  # a single part is a split if it is named like one
         return {"path": name, "split": rest[0]}
@@ -297,22 +269,21 @@ def _readable(paths: list[Path], left_out: Counter[str], named: bool) -> list[Pa
     """
     corpora = {folder for folder in {path.parent for path in paths} if not named and _is_corpus(folder)}
     left_out.update("file of a prepared corpus" for path in paths if path.parent in corpora)
-    left_out.update("broken link" for path in paths if path.is_symlink() and not path.exists())
-    known = (path for path in paths if path.parent not in corpora and path.is_file() and (named or not _is_of_datasets(path)))
-    kinds = {path: kind_of(path)[0] for path in sorted(known, key=str)}
-    with_records = not {*PLAIN, ""}.issuperset(kinds.values())
-    files, others = list[Path](), Counter[str]()
+    kinds = {
+        path: kind_of(path)[0] for path in sorted(paths, key=str) if path.parent not in corpora and (named or not _is_of_datasets(path))
+    }
+    with_records = any(kind not in (*PLAIN, "") and path.is_file() for path, kind in kinds.items())
+    files = list[Path]()
     for path, kind in kinds.items():
-        if not named and _is_card(path, with_records):
+        if path.is_symlink() and not path.exists():
+            left_out["broken link"] += 1
+        elif path.is_file() and not named and _is_card(path, with_records):
             left_out["dataset card"] += 1
-        elif kind:
+        elif path.is_file() and kind:
             files.append(path)
-        else:
+        elif path.is_file():
             suffixes = path.suffixes[-2 if path.suffix.lower() in COMPRESSED else -1 :]
-            others[printable("".join(suffixes).lower()) or "without suffix"] += 1
-    left_out.update(dict(others.most_common(MAX_LEFT_OUT)))
-    if len(others) > MAX_LEFT_OUT:
-        left_out["of other kinds"] += sum(count for _, count in others.most_common()[MAX_LEFT_OUT:])
+            left_out[printable("".join(suffixes).lower()) or "without suffix"] += 1
     return files
 
 

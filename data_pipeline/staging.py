@@ -27,14 +27,12 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
         DataError: the folder cannot be created; another process prepares the same `out`; or an interrupted run left a folder worth keeping
             and `resume` is false.
     """
-    created = [folder for folder in out.parents if not folder.exists()]  # innermost first
     partial = partial_folder(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(out.parent / f".{out.name}.lock", out, flag)
     except OSError as error:
-        fix = "mount its file system with flock" if error.errno in (errno.ENOSYS, errno.ENOLCK) else "choose a writable folder"
-        raise DataError(f"{flag} {out}: cannot write to {out.parent} ({error.strerror}); {fix}") from None
+        raise DataError(f"{flag} {out}: cannot write to {out.parent} ({error.strerror}); choose another, with flock") from None
     try:
         keep = partial.exists() and worth_keeping(partial)
         if keep and not resume:
@@ -55,10 +53,6 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
     finally:
         os.unlink(lock.name)
         lock.close()
-        if not out.exists() and not partial.exists():
-            for folder in created:
-                with suppress(OSError):  # another process may use it by now
-                    folder.rmdir()
 
 
 def remove_abandoned(folder: Path, worth_keeping: Callable[[Path], bool]) -> None:

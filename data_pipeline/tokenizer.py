@@ -20,12 +20,11 @@ import os
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken.load
+import tiktoken
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -33,7 +32,6 @@ from data_pipeline import hugging_face_form
 from data_pipeline.errors import DataError, one_line
 from data_pipeline.hugging_face_form import GPT2_PATTERN
 from data_pipeline.manifest import MANIFEST_FILE, check_sha256, read_manifest
-from data_pipeline.staging import require_regular
 
 END_OF_TEXT = "<|endoftext|>"
 HUGGING_FACE_FILE = "tokenizer.json"
@@ -41,26 +39,8 @@ RANKS_FILE = "tokenizer.tiktoken"
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1_000_000
 # The same ranks under another name: gpt2 of tiktoken is two files in an older format, r50k_base one.
 TIKTOKEN_ALIASES = {"gpt2": "r50k_base"}
-#: Seconds that a download waits for the server: to connect, and for each part of the data.
-DOWNLOAD_TIMEOUT = (10.0, 30.0)
 #: Common end-of-text tokens, tried in this order if --end_of_text is not given.
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]", "[EOS]")
-
-_read_file = tiktoken.load.read_file
-
-
-def _read_in_time(blobpath: str) -> bytes:
-    """tiktoken's own function, which waits without limit for a network that drops packets."""
-    if not blobpath.startswith(("http://", "https://")):
-        return _read_file(blobpath)
-    import requests  # here, as most commands download nothing
-
-    response = requests.get(blobpath, timeout=DOWNLOAD_TIMEOUT)
-    response.raise_for_status()
-    return response.content
-
-
-tiktoken.load.read_file = _read_in_time
 
 
 def parse_spec(spec: str) -> tuple[str, Any]:
@@ -98,15 +78,13 @@ def make_tokenizer(spec: str, texts: Iterable[str], end_of_text: str | None = No
         DataError: there is no such tokenizer or token, or it cannot be read.
     """
     kind, argument = parse_spec(spec)
+    if kind in ("bpe", "bytes", "corpus") and end_of_text is not None:
+        raise DataError(f"--end_of_text {end_of_text}: the tokenizer {spec} has its own; omit the flag")
     if kind in ("bpe", "bytes"):
-        if end_of_text is not None:
-            raise DataError(f"--end_of_text {end_of_text}: {spec} has its own, {END_OF_TEXT}; omit the flag")
         return train_tokenizer(spec, texts)
     if kind == "tiktoken":
         return Tiktoken.from_library(argument, end_of_text)
     if kind == "corpus":
-        if end_of_text is not None:
-            raise DataError(f"--end_of_text {end_of_text}: the tokenizer of {spec} has its own; omit the flag")
         return Tokenizer.load(argument, read_manifest(argument / MANIFEST_FILE)["tokenizer"])
     tokenizer = HuggingFace.read(argument, end_of_text, f"--tokenizer {spec}")
     if tokenizer.end_name is None:
@@ -141,6 +119,8 @@ class Tokenizer:
 
     vocab_size: int
     eot_id: int
+    #: The end-of-text token as a string; None if there is none, and then there is no `eot_id`.
+    end_name: str | None
     #: Whether a text may be encoded in two parts if the ids around the cut are the same as without it.
     cuttable = True
 
@@ -169,11 +149,6 @@ class Tokenizer:
         """Writes the files that `load` needs to `folder`; returns the manifest entry with their hashes."""
         raise NotImplementedError
 
-    @property
-    def end_name(self) -> str | None:
-        """The end-of-text token as a string; None if there is none."""
-        raise NotImplementedError
-
     def hugging_face_json(self) -> str:
         """A `tokenizer.json` that gives the same ids if special-token strings are tokenized as plain text (`split_special_tokens`)."""
         raise NotImplementedError
@@ -182,9 +157,9 @@ class Tokenizer:
     def load(folder: Path, manifest_entry: dict[str, Any]) -> Tokenizer:
         """The tokenizer that `save` wrote; DataError if a file is missing or differs from the manifest."""
         kind = manifest_entry.get("kind")
-        for name, expected in manifest_entry["files"].items():
-            check_sha256(Path(folder, name), expected)
         try:
+            for name, expected in manifest_entry["files"].items():
+                check_sha256(Path(folder, name), expected)
             if kind == "tiktoken" and not manifest_entry["files"]:  # nanoGPT's corpora have no tokenizer files
                 return Tiktoken.from_library(manifest_entry["name"], where=str(folder))
             if kind in ("bpe", "bytes", "tiktoken"):
@@ -196,7 +171,7 @@ class Tokenizer:
         except (KeyError, TypeError, ValueError, OSError) as reason:
             if isinstance(reason, DataError):
                 raise
-            raise DataError(f"{folder}: its tokenizer cannot be read ({reason!r}); prepare the corpus again") from None
+            raise DataError(f"{folder}: its tokenizer cannot be read ({one_line(reason)}); prepare the corpus again") from None
         raise DataError(f"{folder}: unknown kind of tokenizer {kind!r}; prepare the corpus again with this version")
 
 
@@ -218,6 +193,7 @@ class Tiktoken(Tokenizer):
         self._pattern = pattern
         self._entry, self._ranks, self._hugging_face_json = entry, ranks, hugging_face_json
         self._special_tokens = special_tokens
+        self.end_name = next(name for name, number in special_tokens.items() if number == eot_id)
         #: The encoding of tiktoken.
         self.library = library or tiktoken.Encoding("corpus", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
 
@@ -235,10 +211,6 @@ class Tiktoken(Tokenizer):
             return self.library.decode_bytes(ids).decode("utf-8", "replace")
         except KeyError:  # some encodings have gaps between their special tokens
             return "\ufffd" if len(ids) == 1 else "".join(self._decode([i]) for i in ids)
-
-    @property
-    def end_name(self) -> str:
-        return next(name for name, number in self._special_tokens.items() if number == self.eot_id)
 
     def hugging_face_json(self) -> str:
         if self._hugging_face_json is not None:
@@ -288,32 +260,6 @@ class Tiktoken(Tokenizer):
         return cls(entry, encoding._mergeable_ranks, encoding._pat_str, special, special[end], library=encoding)
 
 
-class Characters(Tokenizer):
-    """nanoGPT's character-level ids: the id of the n-th of `characters` is n. There is no end-of-text token and no `eot_id`."""
-
-    def __init__(self, characters: str):
-        self._characters = characters
-        self._ids = {character: i for i, character in enumerate(characters)}
-        self.vocab_size = len(characters)
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`; DataError for an unknown character."""
-        unknown = next((character for character in text if character not in self._ids), None)
-        if unknown is not None:
-            raise DataError(f"character {unknown!r}: not among the {self.vocab_size} characters of this corpus; remove it from the text")
-        return np.array([self._ids[character] for character in text], dtype=np.uint32)
-
-    def _decode(self, ids: list[int]) -> str:
-        return "".join(self._characters[i] for i in ids)
-
-    @property
-    def end_name(self) -> None:
-        return None
-
-    def hugging_face_json(self) -> str:
-        return hugging_face_form.characters(self._characters)
-
-
 class HuggingFace(Tokenizer):
     """A tokenizer of `tokenizers`, from `json`, the text of its `tokenizer.json`. Without an end-of-text token it has no `eot_id`."""
 
@@ -326,21 +272,16 @@ class HuggingFace(Tokenizer):
             raise DataError(f"{where}: the tokenizer has no vocabulary, so every text would be lost; copy its vocabulary there, too")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        self._end_of_text = _find_end(vocabulary, end_of_text, where)
-        if self._end_of_text is not None:
-            self.eot_id = vocabulary[self._end_of_text]
+        self.end_name = _find_end(vocabulary, end_of_text, where)
+        if self.end_name is not None:
+            self.eot_id = vocabulary[self.end_name]
 
     @classmethod
     def read(cls, path: Path, end_of_text: str | None, where: str) -> HuggingFace:
         """The tokenizer of a `tokenizer.json`, or of a folder that AutoTokenizer reads, without running code from the folder."""
         what = f"{where}: {path} is not a valid tokenizer.json or folder of AutoTokenizer with a fast tokenizer"
-        fix = "use a tokenizer.json of `tokenizers`, or a folder with tokenizer_config.json and a vocabulary"
-        if path.is_dir() and not (path / HUGGING_FACE_FILE).exists() and any(path.glob("*.model")) and not find_spec("sentencepiece"):
-            what = f"{where}: {path} has only a SentencePiece model"
-            fix = "install the package sentencepiece, which reads it: pip install sentencepiece"
-        with _one_line_of_library(what, fix), _silent():
-            for file in filter(lambda file: not file.is_dir(), path.iterdir() if path.is_dir() else [path]):
-                require_regular(file)
+        fix = "use a tokenizer.json, or a folder with tokenizer_config.json and a vocabulary (tokenizer.model: install sentencepiece)"
+        with _one_line_of_library(what, fix):
             if not path.is_dir():
                 return cls(path.read_text(encoding="utf-8"), end_of_text, where)
             from transformers import AutoTokenizer  # here, as it takes two seconds and only folders need it
@@ -350,23 +291,32 @@ class HuggingFace(Tokenizer):
             return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with _one_line_of_library("the tokenizer cannot encode a text", "use another tokenizer"), _silent():
+        with _one_line_of_library("the tokenizer cannot encode a text", "use another tokenizer"):
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def _decode(self, ids: list[int]) -> str:
-        with _one_line_of_library("the tokenizer cannot decode", "use another tokenizer"):
-            return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-    @property
-    def end_name(self) -> str | None:
-        return self._end_of_text
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def hugging_face_json(self) -> str:
         return hugging_face_form.for_export(self.json)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        return {"kind": "tokenizers", "end_of_text": self._end_of_text, "files": _write(folder, {HUGGING_FACE_FILE: self.json.encode()})}
+        return {"kind": "tokenizers", "end_of_text": self.end_name, "files": _write(folder, {HUGGING_FACE_FILE: self.json.encode()})}
+
+
+class Characters(HuggingFace):
+    """nanoGPT's character-level ids: the id of the n-th of `characters` is n. There is no end-of-text token and no `eot_id`."""
+
+    def __init__(self, characters: str):
+        super().__init__(hugging_face_form.characters(characters), None, "characters")
+        self._characters = set(characters)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text; DataError for an unknown character."""
+        if unknown := set().union(*texts) - self._characters:
+            raise DataError(f"characters {sorted(unknown)}: not among the {self.vocab_size} of this corpus; remove them from the text")
+        return super().encode_many(texts)
 
 
 @contextmanager
@@ -383,19 +333,6 @@ def _one_line_of_library(what: str, fix: str) -> Iterator[None]:
         if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
             raise
         raise DataError(f"{what} ({one_line(reason)}); {fix}") from None
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Discards what is written to standard error inside: a panic's message, and transformers' advice, which DataError replaces."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer:

@@ -119,7 +119,6 @@ class CorpusWriter:
         states = progress["writers"] if progress else {}
         form = token_dtype(tokenizer.vocab_size), tokenizer.eot_id, shard_tokens
         self.splits = {split: ShardWriter(folder, split, *form, states.get(split)) for split in SPLITS}
-        self.documents = self.tokens = 0  # written by this process
         self._committed = 0.0
         if progress is None:
             self.commit()
@@ -128,8 +127,6 @@ class CorpusWriter:
         """Append one chunk of text, encoded."""
         for encoded in chunk:
             self.splits[encoded.split].write(encoded)
-            self.documents += encoded.documents
-            self.tokens += len(encoded.ids)
         self.chunks += 1
         if time.monotonic() - self._committed >= SECONDS_BETWEEN_COMMITS:
             self.commit()
@@ -159,11 +156,9 @@ class CorpusWriter:
 def read_progress(folder: Path) -> dict[str, Any] | None:
     """The last commit of an interrupted run in `folder`; None if there is none."""
     try:
-        progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+        return json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    complete = isinstance(progress, dict) and {"identity", "tokenizer", "chunks", "writers"} <= progress.keys()
-    return progress if complete and isinstance(progress["chunks"], int) else None
 
 
 def write_manifest(folder: Path, vocab_size: int, eot_id: int, **rest: Any) -> None:

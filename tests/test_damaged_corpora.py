@@ -198,47 +198,6 @@ def test_a_changed_manifest_is_refused_or_means_the_same_tokens(sound, place, da
         assert rows_of(outcome.windows) == rows_of(expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m: m.update(mixture=[1e400]), "mixture.0 is Infinity"),
-        (lambda m: m.update(mixture=[True]), "mixture.0 is true"),
-        (lambda m: m.update(mixture=[0.7, 0.2]), "mixture sums to 0.9"),
-        (lambda m: m.update(mixture=[0.5, -0.5, 1.0]), "mixture.1 is -0.5"),
-        (lambda m: m.update(mixture=[1 / 2000] * 2000), "at most 1000 items"),
-        (lambda m: m["splits"]["train"].update(tokens=10**400), "splits.train.tokens is 1000"),
-        (lambda m: m["splits"]["train"]["shards"][0].update(tokens=2**31), "splits.train: tokens is"),
-        (lambda m: m["splits"]["val"]["shards"][0].update(file="manifest.json"), 'is "manifest.json"'),
-        (lambda m: m["splits"]["train"]["shards"][0].update(file="a\0b"), 'shards.0.file is "a\\u0000b"'),
-        (lambda m: m["splits"]["train"]["shards"][0].update(file="\ud800"), 'shards.0.file is "\\ud800"'),
-        (lambda m: m["splits"]["train"]["shards"][1].update(file="train-00000.bin"), "train-00000.bin is named twice"),
-        (lambda m: m["splits"]["train"]["shards"][0].update(group=1), "group"),
-        (lambda m: m["splits"]["train"]["shards"][0].update(sha256="a\nb"), 'sha256 is "a\\nb"'),
-        (lambda m: m["tokenizer"]["files"].update({"a\nb": "0" * 64}), "tokenizer.files"),
-    ],
-)
-def test_what_is_wrong_with_a_manifest_is_named(sound, place, change, said):
-    folder = copy_of(sound["plain"], place)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    (refusal,) = Outcome(folder).refusals
-    assert refusal.startswith(f"{folder / 'manifest.json'}: ")
-    assert said in refusal
-
-
-@settings(max_examples=40, **FIXED)
-@given(position=st.floats(0, 1), piece=st.binary(max_size=4), length=st.integers(0, 4))
-def test_a_manifest_with_other_bytes_is_refused_or_means_the_same(sound, place, position, piece, length):
-    folder = copy_of(sound["plain"], place)
-    text = (folder / "manifest.json").read_bytes()
-    at = int(position * len(text))
-    (folder / "manifest.json").write_bytes(text[:at] + piece + text[at + length :])
-    outcome = Outcome(folder)
-    if outcome.verified and outcome.windows is not None:
-        assert np.array_equal(outcome.windows["train"], windows_of(open_corpus(sound["plain"]))["train"])
-
-
 # The files
 
 
@@ -347,13 +306,6 @@ def test_a_shard_that_is_cut_after_it_was_mapped_is_refused_before_it_is_read(so
             corpus.train.read(windows, SEQ_LEN)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda file: file.symlink_to("manifest.json")])
-def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
-    make(tmp_path / "manifest.json")
-    with pytest.raises(DataError, match=r"manifest\.json: (not a file|missing), so this is not a corpus"):
-        open_corpus(tmp_path)
-
-
 # nanoGPT's folders
 
 
@@ -368,56 +320,6 @@ class Runs:
 
 
 META = {"vocab_size": 65, "itos": {i: chr(32 + i) for i in range(65)}, "stoi": {chr(32 + i): i for i in range(65)}}
-
-
-def changed_pickle(protocol: int, position: float, piece: bytes) -> bytes:
-    """META with one byte replaced by others."""
-    data = pickle.dumps(META, protocol)
-    at = int(position * len(data))
-    return data[:at] + piece + data[at + 1 :]
-
-
-METAS = st.one_of(
-    st.binary(max_size=64),
-    st.builds(changed_pickle, st.integers(0, 5), st.floats(0, 1), st.binary(max_size=3)),
-    st.sampled_from([
-        {}, [], None, 65, {"vocab_size": 65}, META | {"vocab_size": True}, META | {"vocab_size": 0}, META | {"vocab_size": 64},
-        META | {"vocab_size": 66}, META | {"vocab_size": 10**100}, META | {"vocab_size": 65.0}, META | {"itos": [*"abc"]},
-        META | {"itos": dict.fromkeys(range(65), "a")}, META | {"itos": dict.fromkeys(range(65), "ab")}, META | {"extra": [1.5, None]},
-        META | {"itos": {i: "\ud800" if i == 3 else chr(40 + i) for i in range(65)}}, META | {"extra": (1, 2)}, META | {"extra": b"bytes"},
-    ]).map(pickle.dumps),
-    st.just(META | {"extra": "x"}).map(pickle.dumps),
-)  # fmt: skip
-
-
-@settings(max_examples=60, **FIXED)
-@given(
-    sizes=st.tuples(*[st.sampled_from([0, 1, 2, 33, 34, 35, 200, 2001, 4000])] * 2),
-    largest=st.sampled_from([64, 64, 65, 50_256, 50_257, 65_535]),
-    meta=st.none() | METAS,
-)
-def test_a_nanogpt_folder_is_read_as_it_is_or_refused(place, sizes, largest, meta):
-    folder = place / "nano"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    tokens = {}
-    for split, size in zip(SPLITS, sizes, strict=True):
-        tokens[split] = generator.integers(0, largest + 1, -(-size // 2)).astype("<u2")
-        tokens[split][-1:] = largest
-        (folder / f"{split}.bin").write_bytes(tokens[split].tobytes()[:size])
-    if meta is not None:
-        (folder / "meta.pkl").write_bytes(meta)
-    outcome = Outcome(folder)
-    if not outcome.opened:
-        assert any(size == 0 or size % 2 for size in sizes) or meta is not None
-        return
-    vocab_size = open_corpus(folder).vocab_size
-    assert vocab_size == 50_257 or meta is not None
-    assert outcome.verified == (largest < vocab_size)
-    for split, found in (outcome.windows or {}).items():
-        starts = range(0, len(tokens[split]) - SEQ_LEN, SEQ_LEN)
-        assert np.array_equal(found, np.stack([tokens[split][start : start + SEQ_LEN + 1] for start in starts]))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,16 @@
 """The prepare command, the corpus that it writes, and the batches that are read from it."""
 
 import json
-import mmap
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
 from data_pipeline.loader import Loader
 from data_pipeline.manifest import token_dtype
-from data_pipeline.prepare import _progress_bar, main
+from data_pipeline.prepare import main
 from data_pipeline.records import Problems
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Split, open_corpus
@@ -130,28 +129,9 @@ def test_shards_hold_the_documents_in_order_each_with_its_end(texts, prepared):
         assert ends[-1] == len(tokens) - 1
         assert [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends[:-1] + 1)] == of_split
         assert (entry["documents"], entry["bytes"]) == (len(of_split), sum(len(text.encode()) for text in of_split))
+        assert sum(shard["documents"] for shard in entry["shards"]) == entry["documents"]
         assert all(shard["tokens"] == 5000 for shard in entry["shards"][:-1])
     assert len(corpus.manifest["splits"]["train"]["shards"]) > 2
-
-
-def test_documents_are_counted_where_they_end(prepared):
-    corpus = open_corpus(prepared)
-    for entry in corpus.manifest["splits"].values():
-        for shard in entry["shards"]:
-            assert np.count_nonzero(np.fromfile(prepared / shard["file"], corpus.dtype) == corpus.eot_id) == shard["documents"]
-        assert sum(shard["documents"] for shard in entry["shards"]) == entry["documents"]
-
-
-def test_a_corpus_with_files_of_ends_is_read(corpus_folder):
-    """As it was written before: the position after each document's end of text."""
-    fingerprint = open_corpus(corpus_folder).fingerprint
-    manifest = json.loads((corpus_folder / "manifest.json").read_text())
-    for shard in (shard for split in manifest["splits"].values() for shard in split["shards"]):
-        shard["ends"] = {"file": shard["file"].replace(".bin", ".ends"), "sha256": "0" * 64}
-    (corpus_folder / "manifest.json").write_text(json.dumps(manifest))
-    corpus = open_corpus(corpus_folder)
-    corpus.verify()
-    assert corpus.fingerprint == fingerprint
 
 
 def test_tokenizer_has_seen_training_documents_only(texts, prepared, tmp_path):
@@ -168,27 +148,6 @@ def test_workers_do_not_change_a_byte(tmp_path):
     for file in folders[1].iterdir():
         assert file.read_bytes() == (folders[2] / file.name).read_bytes(), file.name
     assert sorted(os.listdir(tmp_path / "deep" / "er")) == ["by1", "by2"]
-
-
-def test_bytes_tokenizer_and_a_lone_file_cut_at_a_line(tmp_path):
-    text = "".join(f"line {number}\n" for number in range(1000))
-    (tmp_path / "input.txt").write_text(text)
-    done = prepare("--source", tmp_path / "input.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--val_fraction", "0.1")
-    assert done.returncode == 0, done.stderr
-    corpus = open_corpus(tmp_path / "out")
-    train, val = (bytes(read_split(corpus, name)[:-1].astype(np.uint8)).decode() for name in ("train", "val"))
-    assert train + val == text
-    assert train.endswith("\n")
-    assert 0.09 < len(val) / len(text) < 0.11
-
-
-def test_a_vocabulary_out_of_reach_is_said_and_recorded(tmp_path):
-    (tmp_path / "input.txt").write_text("abab abab\n" * 50)
-    done = prepare("--source", tmp_path / "input.txt", "--out", tmp_path / "out", "--tokenizer", "bpe:5000")
-    assert done.returncode == 0, done.stderr
-    vocab_size = open_corpus(tmp_path / "out").vocab_size
-    assert vocab_size < 300
-    assert f"{vocab_size} ids instead of 5,000" in done.stdout
 
 
 def test_a_second_run_finds_the_work_done_and_a_different_one_is_refused(texts, corpus_folder):
@@ -215,15 +174,12 @@ def test_a_second_run_finds_the_work_done_and_a_different_one_is_refused(texts, 
         (["--source", "{empty}"], "no text file found"),
         (["--tokenizer", "word"], "allowed: bytes, bpe:N"),
         (["--val_fraction", "0"], "allowed: above 0 and below 1"),
-        (["--val_fraction", "1"], "allowed: above 0 and below 1"),
         (["--val_fraction", "nan"], "allowed: above 0 and below 1"),
         (["--val_fraction", "1e-9"], "no document for val (80 in total"),
         (["--val_fraction", "0.999999999"], "no document for train"),
         (["--shard_tokens", "0"], "allowed: 1 or more"),
         (["--workers", "-1"], "allowed: 1 or more"),
-        (["--out", "{file}/corpus"], "cannot write to"),
         (["--out", "/proc/corpus"], "cannot write to /proc"),
-        (["--out", "{file}"], "not a complete corpus"),
         (["--out", "{empty}/.."], "not a folder name"),
         (["--max_docs", str(2**63)], f"allowed: 1 or more, up to {2**63 - 1}"),
         (["--out", "{empty}"], "not a complete corpus"),
@@ -234,19 +190,13 @@ def test_mistakes_are_one_line_and_exit_2(texts, tmp_path, arguments, said):
     (tmp_path / "file").write_text("kept")
     arguments = [argument.format(empty=tmp_path / "empty", file=tmp_path / "file") for argument in arguments]
     source = () if "--source" in arguments else ("--source", texts)
-    done = prepare(*source, "--out", tmp_path / "new" / "out", "--tokenizer", "bytes", "--on_error", "skip", *arguments)
+    done = prepare(*source, "--out", tmp_path / "out", "--tokenizer", "bytes", "--on_error", "skip", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["empty", "file"]
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_the_suggested_val_fraction_suffices(texts, tmp_path):
-    command = ("--source", texts, "--out", tmp_path / "out", "--tokenizer", "bytes", "--on_error", "skip", "--val_fraction")
-    suggested = re.search(r"raise --val_fraction to (\S+), or add documents", prepare(*command, "1e-9").stderr)[1]
-    assert float(suggested) < 0.2 and prepare(*command, suggested).returncode == 0
 
 
 def test_preparing_needs_neither_torch_nor_deepspeed(tmp_path):
@@ -280,35 +230,14 @@ def test_killed_at_once_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_pa
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_interrupted_at_once_leaves_nothing_behind(tmp_path, workers):
-    process = start("--source", "stdlib", "--out", tmp_path / "new" / "out", "--tokenizer", "bpe:8192", "--workers", workers)
-    wait_for((tmp_path / "new" / ".out.partial").exists)
+    process = start("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bpe:8192", "--workers", workers)
+    wait_for((tmp_path / ".out.partial").exists)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, workers included
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert err == f"interrupted: nothing was written to {tmp_path}/new/out\n"
+    assert err == f"interrupted: nothing was written to {tmp_path}/out\n"
     assert os.listdir(tmp_path) == []
     wait_for(lambda: not members(process.pid))
-
-
-def test_an_interrupt_leaves_no_progress_bar_half_constructed(monkeypatch):
-    constructed = []
-
-    def interrupted_tqdm(**options):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)  # until the other thread has received it
-        constructed.append(options)
-
-    monkeypatch.setattr("data_pipeline.prepare.tqdm", interrupted_tqdm)
-    done = threading.Event()
-    thread = threading.Thread(target=done.wait)  # it receives the signal if the main thread blocks it
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _progress_bar(0, quiet=True)
-    finally:
-        done.set()
-        thread.join()
-    assert len(constructed) == 1
 
 
 def test_two_runs_for_one_folder_do_not_meet(tmp_path):
@@ -345,73 +274,66 @@ def test_the_split_of_a_document_depends_on_its_text_alone(tmp_path):
 # Opening and verifying
 
 
-def damage(folder: Path, **changes) -> None:
+def change_manifest(folder: Path, **changes) -> None:
     """Changes manifest entries named by dotted paths (with __ for the dot); the value `del` deletes."""
-    file = folder / "manifest.json"
-    manifest = json.loads(file.read_text())
+    manifest = json.loads((folder / "manifest.json").read_text())
     for path, value in changes.items():
         *parents, last = [int(part) if part.isdigit() else part for part in path.split("__")]
-        entry = manifest
-        for parent in parents:
-            entry = entry[parent]
+        entry = reduce(getitem, parents, manifest)
+        entry[last] = value
         if value == "del":
             del entry[last]
-        else:
-            entry[last] = value
-    file.write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"format_version": 1}, "format_version is 1; allowed: 2"),
-        ({"format_version": True}, "format_version is true"),
         ({"format_version": "del"}, "format_version is null"),
         ({"vocab_size": "del"}, "vocab_size: Field required"),
-        ({"vocab_size": "300"}, 'vocab_size is "300"'),
-        ({"vocab_size": True}, "vocab_size is true"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"vocab_size": 65537}, "vocab_size is 65537"),
         ({"eot_id": 300}, "eot_id is 300, .*below vocab_size"),
         ({"dtype": "int8"}, 'dtype is "int8": .*uint16.*uint32'),
-        ({"tokenizer": []}, r"tokenizer is \[\]"),
         ({"tokenizer__files": None}, "tokenizer.files is null"),
         ({"tokenizer__files": {"../x": ""}}, r'tokenizer.files.*"../x": .*name of a file'),
         ({"tokenizer__files": {"x": 1}}, "tokenizer.files.x is 1"),
-        ({"splits__val": "del"}, "splits.val: Field required"),
+        ({"splits__val": "del"}, "splits: .*at least 2 items"),
         ({"splits__train__tokens": -1}, "splits.train.tokens is -1"),
-        ({"splits__train__tokens": 7}, "splits.train: tokens is 7, but its shards have"),
-        ({"splits__train__documents": 1.5}, "splits.train.documents is 1.5"),
         ({"splits__train__shards__0": 3}, r"splits.train.shards.0 is 3"),
-        ({"splits__val__shards__0__tokens": -5}, r"splits.val.shards.0.tokens is -5"),
+        ({"splits__train__tokens": 7}, "splits.train: tokens is 7, but its shards have"),
         ({"splits__val__shards__0__file": "/etc/passwd"}, r'shards.0.file is "/etc/passwd": .*name of a file in this folder'),
-        ({"splits__val__shards__0__file": ".."}, r'shards.0.file is ".."'),
         ({"splits__val__shards__0__sha256": "del"}, r"shards.0.sha256: Field required"),
+        ({"splits__val__shards__0__file": "\ud800"}, r'shards.0.file is "\\ud800"'),
+        ({"splits__train__shards__1__file": "train-00000.bin"}, "train-00000.bin is named twice"),
+        ({"splits__train__shards__0__group": 1}, "group"),
+        ({"mixture": [1e400]}, "mixture.0 is Infinity"),
+        ({"mixture": [0.7, 0.2]}, "mixture sums to 0.9"),
+        ({"mixture": [0.5, -0.5, 1.0]}, "mixture.1 is -0.5"),
+        ({"mixture": [1 / 2000] * 2000}, "at most 1000 items"),
+        ({"splits__train__tokens": 10**400}, "splits.train.tokens is 1000"),
     ],
 )
 def test_a_broken_manifest_is_named(corpus_folder, changes, said):
-    damage(corpus_folder, **changes)
+    change_manifest(corpus_folder, **changes)
     with pytest.raises(DataError, match=r"manifest\.json: .*" + said) as raised:
         open_corpus(corpus_folder)
     assert "\n" not in str(raised.value)
 
 
 def test_missing_parts_are_named_with_the_fix(corpus_folder):
-    command = r"python data_pipeline/prepare\.py --source SOURCE --out .*nowhere"
-    with pytest.raises(DataError, match=f"nowhere: no such corpus; prepare one with: {command}"):
-        open_corpus(corpus_folder / "nowhere")
-    with pytest.raises(DataError, match=r"manifest\.json: not a folder"):
-        open_corpus(corpus_folder / "manifest.json")
+    command = r"python data_pipeline/prepare\.py --source SOURCE --out .*"
+    for wrong in ("nowhere", "manifest.json"):
+        with pytest.raises(DataError, match=f"{wrong}: no such corpus; prepare one with: {command}{wrong}"):
+            open_corpus(corpus_folder / wrong)
     (corpus_folder / "tokenizer.json").rename(corpus_folder / "kept")
     with pytest.raises(DataError, match=r"tokenizer\.json: missing, .*prepare it again"):
         open_corpus(corpus_folder)
     (corpus_folder / "kept").rename(corpus_folder / "tokenizer.json")
-    (corpus_folder / "manifest.json").write_text('{\n  "format_version": 1,\n  oops')
-    with pytest.raises(DataError, match=r"manifest\.json: not valid JSON .*line 3 column 3"):
-        open_corpus(corpus_folder)
-    (corpus_folder / "manifest.json").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"manifest\.json: not valid JSON .*utf-8"):
-        open_corpus(corpus_folder)
+    for content, said in ((b'{\n  "format_version": 1,\n  oops', "line 3 column 3"), (b"\xff", "utf-8")):
+        (corpus_folder / "manifest.json").write_bytes(content)
+        with pytest.raises(DataError, match=rf"manifest\.json: not valid JSON .*{said}"):
+            open_corpus(corpus_folder)
     (corpus_folder / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"manifest\.json: missing"):
         open_corpus(corpus_folder)
@@ -420,12 +342,9 @@ def test_missing_parts_are_named_with_the_fix(corpus_folder):
 def test_a_shard_of_the_wrong_length_is_named(corpus_folder):
     shard = corpus_folder / "train-00001.bin"
     content = shard.read_bytes()
-    for changed, said in (
-        (content[:-1], "truncated: 9,999 bytes, .* 10,000"),
-        (content + b"\0\0", "too long: 10,002 bytes"),
-    ):
+    for changed in (content[:-1], content + b"\0\0"):
         shard.write_bytes(changed)
-        with pytest.raises(DataError, match=r"train-00001\.bin: " + said):
+        with pytest.raises(DataError, match=rf"train-00001\.bin: has {len(changed):,} bytes, but in the manifest 10,000"):
             open_corpus(corpus_folder)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-00001\.bin: missing"):
@@ -452,9 +371,9 @@ def test_verify_names_a_file_that_has_changed(corpus_folder, capsys):
 
 def test_the_fingerprint_is_of_the_content_not_of_the_place(prepared, corpus_folder):
     fingerprint = open_corpus(prepared).fingerprint
-    damage(corpus_folder, sources=[{"name": "elsewhere"}], options={})
+    change_manifest(corpus_folder, sources=[{"name": "elsewhere"}], options={})
     assert open_corpus(corpus_folder).fingerprint == fingerprint
-    damage(corpus_folder, splits__val__shards__0__sha256="0" * 64)
+    change_manifest(corpus_folder, splits__val__shards__0__sha256="0" * 64)
     assert open_corpus(corpus_folder).fingerprint != fingerprint
 
 
@@ -463,7 +382,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path, vocab_size, dtype):
     splits = {}
     for name in ("train", "val"):
         writer = ShardWriter(tmp_path, name, token_dtype(vocab_size), vocab_size - 1, 10)
-        writer.write(Encoded(name, 0, 25, 1, np.arange(vocab_size - 25, vocab_size)))
+        writer.write(Encoded(name, 0, 25, np.arange(vocab_size - 25, vocab_size)))
         splits[name] = writer.finish()
     rest = {"sources": [], "options": {}, "mixture": [1.0], "dropped": {}, "splits": splits}
     write_manifest(tmp_path, vocab_size, vocab_size - 1, tokenizer={"kind": "bytes", "files": {}}, **rest)
@@ -495,19 +414,12 @@ def test_windows_tile_each_shard_with_one_token_of_overlap(prepared, seq_len):
     assert np.array_equal(out, found)
 
 
-def test_a_split_without_a_window_says_what_it_has(prepared):
-    with pytest.raises(
-        DataError, match=r"train split holds one window of seq_len 5000 \+ 1 tokens \(the largest has 5,000, .*lower seq_len"
-    ):
-        open_corpus(prepared).train.windows(5000)
-
-
 @pytest.fixture
 def numbered(tmp_path) -> Split:
     """A split whose window i of seq_len 8 starts with token 8 i; three shards."""
     writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 0, 801)
     for shard in range(3):
-        writer.write(Encoded("train", 0, 801, 1, np.arange(800 * shard, 800 * shard + 801)))
+        writer.write(Encoded("train", 0, 801, np.arange(800 * shard, 800 * shard + 801)))
     return Split("train", tmp_path, np.dtype("<u2"), writer.finish()["shards"])
 
 
@@ -531,12 +443,6 @@ def test_the_global_batch_is_the_same_for_every_number_of_ranks(numbered):
         assert np.array_equal(found, expected), (world_size, micro, accumulation)
 
 
-def test_an_epoch_of_batches_is_every_window_once(numbered):
-    reader = loader(numbered, 0, 1)
-    seen = torch.cat([batch[:, 0] // 8 for first in range(0, 300, 12) for batch in reader.micro_batches(first, 4, 3)])
-    assert torch.equal(seen.sort().values, torch.arange(300))
-
-
 @pytest.mark.parametrize("n", [1, 5, 37, 64, 300, 10_000])
 def test_validation_is_the_same_windows_for_every_number_of_ranks(numbered, n):
     expected = np.arange(min(n, 300)) * 300 // min(n, 300)
@@ -558,17 +464,3 @@ def test_an_id_beyond_the_vocabulary_is_stopped_with_its_place(numbered):
         list(reader.micro_batches(0, 300, 1))
     words = str(raised.value).split()
     assert int(words[3]) == 1600 + int(words[6])  # the third shard starts with id 1,600
-
-
-def test_prefetch_asks_for_the_pages_of_each_window(tmp_path):
-    shards = [{"file": name, "tokens": tokens, "group": 0} for name, tokens in (("a", 5000), ("empty", 0), ("b", 9000))]
-    for shard in shards:
-        (tmp_path / shard["file"]).write_bytes(bytes(2 * shard["tokens"]))
-    split = Split("train", tmp_path, np.dtype("<u2"), shards)
-    assert split.windows(1024) == 4 + 0 + 8
-    asked = []
-    split._maps = [SimpleNamespace(madvise=lambda *words, shard=shard: asked.append((shard, *words))) for shard in range(3)]
-    split.prefetch(np.array([1, 4, 11]), 1024)
-    for (shard, advice, first, length), (expected, start) in zip(asked, [(0, 2048), (2, 0), (2, 7 * 2048)], strict=True):
-        assert (shard, advice, first % mmap.PAGESIZE, first + length) == (expected, mmap.MADV_WILLNEED, 0, start + 2050)
-        assert start - mmap.PAGESIZE < first <= start

@@ -41,17 +41,7 @@ def test_the_first_batch_of_two_billion_tokens_is_the_right_one(tmp_path):
     assert len({window // per_shard for window in windows[:8]}) > 3, "the order should not stay within a shard"
 
 
-@pytest.mark.parametrize(
-    ("hard", "said"),
-    [
-        (300, "2300\n"),
-        (
-            100,
-            "cannot be read (Too many open files); raise the hard limit of `ulimit -n` above the number of shards,"
-            " or prepare the corpus with a larger --shard_tokens",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("hard", "said"), [(300, "2300\n"), (100, "cannot be read (Too many open files)")])
 def test_more_shards_than_the_soft_limit_of_open_files_are_read(tmp_path, hard, said):
     corpus = sparse_corpus(tmp_path / "many", shards=230, shard_tokens=11)
     code = f"""

@@ -34,19 +34,6 @@ UGLY = [
 WEIGHTS = st.sampled_from(UGLY) | st.lists(st.floats(1e-4, 1) | st.integers(1, 20).map(float), min_size=1, max_size=8)
 
 
-@FIXED
-@given(weights=WEIGHTS.map(normed))
-def test_weights_become_parts_within_one_in_ten_thousand(weights):
-    parts = parts_of(weights)
-    assert min(parts) >= 1
-    assert sum(parts) <= DENOMINATOR
-    off = [abs(part / sum(parts) - weight) for part, weight in zip(parts, weights, strict=True)]
-    if min(weights) >= 1 / DENOMINATOR:
-        assert max(off) <= 1 / DENOMINATOR + 1e-12
-    else:  # those below one part are raised to it, and the others give what that takes
-        assert max(off) <= (1 + sum(weight * DENOMINATOR < 1 for weight in weights)) / DENOMINATOR
-
-
 @pytest.mark.parametrize(
     ("weights", "parts"),
     [
@@ -109,10 +96,6 @@ def test_far_places_of_a_mixture_are_reached_at_once():
     assert np.bincount(drawn).tolist() == [7000, 2999, 1]
 
 
-def test_a_group_alone_has_the_order_of_a_corpus_without_mixture():
-    assert np.array_equal(GlobalSampler([50], 3, "f", [1.0]).indices(0, 500), shuffled_positions(50, "f:3", 0, 500))
-
-
 def test_a_pattern_by_hand():
     """7 of 10 from group 0, whose count among the first n is 0.7 n to the nearest whole number (at n = 5, 3.5, to the one above)."""
     pattern, before = mixture_pattern([7, 3])
@@ -120,16 +103,6 @@ def test_a_pattern_by_hand():
     assert before.tolist() == [0, 0, 1, 2, 3, 1, 4, 5, 2, 6]
     assert mixture_pattern([1])[0].tolist() == [0]
     assert mixture_pattern([1, 1, 1])[0].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("k", [300, 1000])
-def test_a_pattern_of_many_groups_keeps_their_weights(k):
-    parts = parts_of([number + 1 for number in range(k)])
-    pattern, before = mixture_pattern(parts)
-    length = np.arange(1, sum(parts) + 1)
-    for group in range(k):
-        assert np.all(np.abs(np.cumsum(pattern == group) * sum(parts) - length * parts[group]) < sum(parts))
-        assert before[pattern == group].tolist() == list(range(parts[group]))
 
 
 # A corpus of two sources that their bytes tell apart

@@ -6,14 +6,11 @@ import gzip
 import hashlib
 import io
 import json
-import logging
 import lzma
 import os
 import random
 import subprocess
 import sys
-import zlib
-from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -136,7 +133,7 @@ FORMATS = {
     "file.arrow": arrow(pyarrow.array(TEXTS, pyarrow.large_string()), pyarrow.ipc.new_file, compression="zstd"),
     "dictionary.arrow": arrow(pyarrow.array(TEXTS).dictionary_encode(), emit_dictionary_deltas=True),
     "binary.parquet": table([text.encode() for text in TEXTS]),
-    "a.csv": rows(TEXTS),
+    "a.csv": b"\n\n" + rows(TEXTS),
     "quoted.csv.gz": gzip.compress(rows(TEXTS, quoting=csv.QUOTE_ALL)),
     "mark.csv.zst": zst(b"\xef\xbb\xbf" + rows(TEXTS, lineterminator="\n")),
 }
@@ -190,13 +187,13 @@ def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
     assert code == 2 and "no text file found" in err
 
 
-KINDS = ["a.docx", "b.JSONL", "c.tsv", "d.Docx", "e", "f.tar.gz", "g.text", "h.\x1b[31m", *(f"z.{letter}" for letter in "abcdef")]
+KINDS = ["a.docx", "b.JSONL", "c.tsv", "d.Docx", "e", "f.tar.gz", "g.text", "h.\x1b[31m"]
 
 
 def test_folders_and_globs_say_what_they_leave_out(run, tmp_path):
     for name in KINDS:
         (tmp_path / name).write_bytes(jsonl(TEXTS) if name == "b.JSONL" else b"text")
-    said = "left out: 1 .\\x1b[31m, 1 .a, 1 .b, 1 .c, 2 .docx, 1 .tar.gz, 1 .tsv, 3 of other kinds, 1 without suffix\n"
+    said = "left out: 1 .\\x1b[31m, 2 .docx, 1 .tar.gz, 1 .tsv, 1 without suffix\n"
     for source in (tmp_path, f"{tmp_path}/*"):
         _, found, manifest, out, _ = run(source)
         assert found == all_of([*TEXTS, "text"]) and said in out
@@ -206,7 +203,7 @@ def test_folders_and_globs_say_what_they_leave_out(run, tmp_path):
         assert code == 2 and " .docx; convert such files to .jsonl, .parquet or .txt); allowed: stdlib, a file" in err
         _, found, _, out, _ = run(source, tmp_path / "b.JSONL", options=("--on_error", "skip"))
         assert found == all_of(TEXTS) and " .docx\n" in out
-    assert "no document; left out: 1 .docx" in run(tmp_path / "a.docx", options=("--on_error", "skip"))[4]
+    assert "no document for train (0 in total; left out: 1 .docx)" in run(tmp_path / "a.docx", options=("--on_error", "skip"))[4]
     (tmp_path / "link.txt").symlink_to("nowhere")
     (tmp_path / "manifest.json").write_text('{"files": 2}')  # of another tool: the folder is no prepared corpus
     assert "left out: 1 .\\x1b[31m" in (said := run(tmp_path, options=("--on_error", "skip"))[3]) and "1 broken link" in said
@@ -253,22 +250,8 @@ def test_a_separator_cuts_a_text_file_into_documents(run, tmp_path, monkeypatch,
     assert manifest["options"]["separator"] == mark
     assert f"{mark!r} occurs 1 times in the texts: it is text there and ends no document" in out
     assert run(tmp_path / "d.py", options=("--separator", "\\n\n\\n"))[1] == all_of(texts[:4])
-    assert "'===' does not occur in 1 text file" in run(tmp_path / "a.txt", options=("--separator", "==="))[3]
     _, found, *_ = run(*every, options=("--separator", mark, "--dedup", "exact", "--max_docs", "5"))
     assert found == all_of([*texts[:5], "not" + mark + "cut"])
-
-
-def test_a_separator_is_an_option_of_the_corpus(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("---".join(TEXTS))
-    out = tmp_path / "out"
-    command = ["--source", f"{tmp_path}/a.txt", "--out", str(out), "--tokenizer", "bytes", "--val_fraction", "0.3"]
-    assert main(command) == main(command) == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["options"]["separator"]  # as an earlier version wrote it
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    assert main(command) == 0
-    assert main([*command, "--separator=---"]) == 2
-    assert "separator was None, now ---" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [0, 3, 100])
@@ -282,18 +265,16 @@ def test_a_piece_above_the_limit_is_a_bad_record(tmp_path, monkeypatch, size):
         found = records.records(file, "text", problems, lambda done: None, "<|>")
         texts = ["".join(text.blocks()) for text in found]
         assert texts == (["one", "two"] if size or not shift else ["one", "x" * shift, "two"])
-        cases = [case.replace(str(file), "") for kind in ("not UTF-8", "record too large") for case in problems.cases.get(kind, [])]
-        large = [":3: record too large (above the 2.86102e-05 MiB of --max_record_mib, up to the next '<|>')"] * (size > 15)
-        assert cases == [*[":3: not UTF-8 (byte 0xff)"] * (0 < size <= 15), ":5: not UTF-8 (byte 0xff)", *large]
+        cases = [case.replace(str(file), "")[:20] for kind in sorted(problems.cases) for case in problems.cases[kind]]
+        assert cases == [*[":3: not UTF-8 ('utf-"] * (0 < size <= 15), ":5: not UTF-8 ('utf-", *[":3: record too large"] * (size > 15)]
 
 
 def test_marks_of_an_end_in_the_texts_are_counted_and_the_flag_is_named(run, tmp_path):
-    said = "'<|endoftext|>' occurs 57 times in the texts: it is text there and ends no document"
     (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(f"story {number}\n" for number in range(58)))
-    (tmp_path / "a.jsonl").write_bytes(jsonl([*TEXTS, "a<|endoftext|>" * 57]))
-    assert f"{said}; if it separates the documents of a file, give --separator '<|endoftext|>'\n" in run(tmp_path / "a.txt")[3]
-    assert f"{said}\n" in run(tmp_path / "a.jsonl")[3]
+    said = "'<|endoftext|>' occurs 57 times in the texts: it is text there and ends no document (--separator cuts text files)\n"
+    assert said in run(tmp_path / "a.txt")[3]
     assert "occurs" not in run(tmp_path / "a.txt", options=("--separator", "<|endoftext|>"))[3]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     assert "no source has a file of .txt .md .py" in run(tmp_path / "a.jsonl", options=("--separator", "x"))[4]
     assert "--separator '': allowed: one character" in run(tmp_path / "a.txt", options=("--separator", ""))[4]
 
@@ -346,21 +327,6 @@ def test_a_tokenizer_is_trained_on_a_sample_of_all_documents(tmp_path, monkeypat
     assert min(quarters) > 20, quarters
 
 
-def test_all_text_is_used_if_it_is_small(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
-    sources, _ = open_sources([f"{tmp_path}/a.jsonl"])
-    assert list(documents.training_texts(documents.Documents(sources, 0.1))) == in_split(TEXTS, "train", 0.1)
-
-
-def test_files_named_one_by_one_are_split_like_a_folder(run, tmp_path):
-    """As the shell expands a glob without quotes: no document is in both splits."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for number, text in enumerate(TEXTS):
-        (folder / f"{number:02d}.txt").write_bytes(text.encode())
-    assert run(*sorted(folder.iterdir()))[1] == run(folder)[1] == all_of(TEXTS)
-
-
 def test_weights_are_kept_as_groups_that_no_document_crosses(run, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS[:10]))
     (tmp_path / "b@0.5.jsonl").write_bytes(jsonl(TEXTS[10:]))
@@ -383,9 +349,10 @@ def test_weights_are_kept_as_groups_that_no_document_crosses(run, tmp_path):
         (["{a}@nan"], "nan is not a weight"),
         (["{a}@1e999"], "1e999 is not a weight"),
         (["{a}@1e308", "{a}@1e308"], "1e308 is not a weight"),
+        (["{a}@1"] * 1001, "1,001 sources with weights; allowed: up to 1,000"),
         (["{a}@1", "{a}@9e-5"], "its share of the mixture is 9e-05; allowed: 1/10,000 or more"),
         (["hf:"], "not a dataset name"),
-        (["hf:json"], "the builder json needs files"),
+        (["hf:json"], "not a dataset name"),
         (["hf:json:{a}:train:more"], "not a dataset name"),
         (["hf:json:{a}:test"], "it cannot be opened"),
         (["hf:json:nowhere.jsonl"], "it cannot be opened"),
@@ -400,11 +367,6 @@ def test_a_source_that_is_none_is_one_line(run, tmp_path, sources, said):
     code, *_, err = run(*(source.format(a=tmp_path / "a.jsonl") for source in sources))
     assert code == 2
     assert said in err
-
-
-def test_more_weights_than_a_corpus_holds_are_refused_before_a_text_is_read(run, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"{broken")
-    assert "1,001 sources with weights; allowed: up to 1,000" in run(*[f"{tmp_path}/a.jsonl@1"] * 1001)[4]
 
 
 @pytest.mark.parametrize(
@@ -467,7 +429,7 @@ def test_a_folder_laid_out_like_the_hub_has_configurations_and_splits(run, tmp_p
     assert run(f"hf:{hub}:small:validation", options=(*options, "--val_fraction", "0.4"))[1] == expected
     _, found, *_ = run(f"hf:{hub}:large:train", options=(*options, "--max_docs", "6"))
     assert found == all_of(TEXTS[:6])
-    assert "no column 'text'; it has 'id', 'content'" in run(f"hf:{hub}")[4]
+    assert "row 1: no text column 'text' (it has 'id', 'content'" in run(f"hf:{hub}")[4]
     assert "it cannot be opened" in run(f"hf:{hub}:huge", options=options)[4]
     assert "it cannot be opened" in run(f"hf:{hub}:small:test", options=options)[4]
 
@@ -480,7 +442,11 @@ def test_a_dataset_of_unknown_size_is_encoded_by_all_cores(run, tmp_path, monkey
     assert f"encoding with {processes}\n" in out
 
 
-def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_path, monkeypatch):
+def test_a_dataset_that_fails_while_it_streams_is_one_line(run, tmp_path, monkeypatch):
+    """By a record that its builder refuses, or the network."""
+    (tmp_path / "a.csv").write_bytes(rows([f"row {number}" for number in range(10_000)]) + b"1,2,3,4\r\n")
+    code, *_, err = run(f"hf:csv:{tmp_path}/a.csv", options=("--workers", "1"))
+    assert code == 1 and err.startswith(f"failed: --source hf:csv:{tmp_path}/a.csv: row 10001 cannot be read (")
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     load_dataset = datasets.load_dataset
 
@@ -493,27 +459,8 @@ def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_pat
         return datasets.IterableDataset.from_generator(rows, gen_kwargs={"part": part})
 
     monkeypatch.setattr(datasets, "load_dataset", fails_at_row_6)
-    name = f"hf:json:{tmp_path}/a.jsonl"
-    code, *_, err = run(name)
-    assert code == 1
-    assert err.startswith(f"failed: --source {name}: row 6 cannot be read (read timed out \\x1b[31m)")
-
-
-@pytest.mark.parametrize(("name", "row"), [("a.csv", "10001"), ("a.json", "1")])
-def test_a_dataset_whose_builder_refuses_a_record_is_a_mistake(run, tmp_path, name, row):
-    """Behind the first block of rows, or within it. The rest of that source alone is lost."""
-    texts = [f"row {number}" for number in range(10_000)]
-    broken = {"a.csv": rows(texts) + b"1,2,3,4\r\n", "a.json": jsonl(texts[:20]) + b"{broken\n"}
-    (tmp_path / name).write_bytes(broken[name])
-    (tmp_path / "b.jsonl").write_bytes(jsonl(TEXTS))
-    sources = f"hf:{name[2:]}:{tmp_path}/{name}", tmp_path / "b.jsonl"
-    code, *_, err = run(*sources, options=("--workers", "1"))
-    assert code == 2
-    assert err.startswith(f"error: {sources[0]}: row {row}: broken dataset (") and "lost); fix it, or leave out such records with" in err
-    assert not datasets.utils.logging.get_logger().isEnabledFor(logging.ERROR), "it would print the error too"
-    _, found, manifest, *_ = run(*sources, options=("--workers", "1", "--on_error", "skip"))
-    assert found == all_of([*texts[: int(row) - 1], *TEXTS])
-    assert manifest["dropped"] == {"broken dataset": 1}
+    code, *_, err = run(f"hf:json:{tmp_path}/a.jsonl")
+    assert code == 1 and "row 6 cannot be read (read timed out \\x1b[31m)" in err
 
 
 def test_a_saved_dataset_is_its_split(run, tmp_path):
@@ -557,19 +504,17 @@ BAD = {
     "c.jsonl": (line_of(5, b'{"body": "x"}\n'), TEXTS, "no text column 'text'", "c.jsonl:6"),
     "d.jsonl": (line_of(20, b'{"text": 3}\n'), TEXTS, "text column 'text' is not text", "d.jsonl:21"),
     "e.jsonl": (line_of(2, b'{"text": "half \\ud83d"}\n'), TEXTS, "not UTF-8", "e.jsonl:3"),
-    "i.jsonl": (line_of(1, b"{}\n"), TEXTS, "no text column 'text'", "i.jsonl:2"),
     "f.jsonl": (line_of(2, b"[" * 100_000 + b"\n"), TEXTS, "broken JSON line", "f.jsonl:3"),
     "g.jsonl": (line_of(2, b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n"), TEXTS, "broken JSON line", "g.jsonl:3"),
     "h.jsonl": (line_of(1, b'["text"]\n'), TEXTS, "no text column 'text'", "h.jsonl:2"),
     "a.json": (WHOLE[:-1] + b', {"text": "half \\ud83d"}, {"text": "end"}]', [*TEXTS[:3], "end"], "not UTF-8", "a.json: record 4"),
-    "b.json": (WHOLE[:-1] + b', {"text": "gr\xf6"}, {"text": "end"}]', [*TEXTS[:3], "end"], "not UTF-8", "b.json: record 4"),
     "c.json": (WHOLE[:-1] + b', {"text" "end"}]', TEXTS[:3], "broken JSON", "c.json: record 4"),
     "d.json": (WHOLE[:-1], TEXTS[:3], "broken JSON", "d.json: record 4"),
     "e.json": (WHOLE + b"]", TEXTS[:3], "broken JSON", "e.json: record 4"),
     "f.json": (b"[" * 100_000, [], "broken JSON", "f.json: record 1"),
     "g.json": (WHOLE[:-1] + b', {"text": "x", "n": 1e99999999999999}]', [*TEXTS[:3], "x"], None, ""),
     "a.txt": (b"one\ntwo\ngr\xf6\xdfer\n", [], "not UTF-8", "a.txt:3"),
-    "b.txt": ("größer".encode("utf-16"), [], "not UTF-8", "b.txt:1: not UTF-8 (byte 0xff; if it is UTF-16, convert it with iconv"),
+    "b.txt": ("größer".encode("utf-16"), [], "not UTF-8", "b.txt:1"),
     "a.csv": (rows(TEXTS) + b"99,gr\xf6\r\n", TEXTS, "not UTF-8", f"a.csv:{2 + sum(text.count(chr(10)) + 1 for text in TEXTS)}"),
     "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
     "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
@@ -579,24 +524,22 @@ BAD = {
     "h.csv": (b"text,text\r\none,two\r\n", [], "2 text columns 'text'", "h.csv"),
     "f.csv": (b"id,text\r\n1,one,\r\n2,two,,\r\n", ["one", "two"], None, ""),
     "a.txt.gz": (gzip.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.gz"),
-    "b.txt.gz": (b"no gzip", [], "compressed file damaged", "b.txt.gz"),
     "a.txt.zst": (zst(os.urandom(5000).hex().encode())[:-20], [], "compressed file damaged", "a.txt.zst"),
-    "b.txt.zst": (b"no zstd", [], "compressed file damaged", "b.txt.zst"),
     "c.txt.zst": (zst(b"a line\n") + b"behind", [], "compressed file damaged", "c.txt.zst"),
-    "a.jsonl.gz": (gzip.compress(jsonl(TEXTS)) + b"behind", TEXTS, "compressed file damaged", "a.jsonl.gz"),
     "b.jsonl.gz": (gzip.compress(jsonl(TEXTS)) + b"\0\0behind", TEXTS, "compressed file damaged", "b.jsonl.gz"),
     "a.txt.xz": (lzma.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.xz"),
     "b.txt.xz": (b"no xz", [], "compressed file damaged", "b.txt.xz"),
     "a.txt.bz2": (bz2.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.bz2"),
     # The header of a frame whose window is 2^32 bytes, and an empty block.
-    "d.txt.zst": (bytes.fromhex("28b52ffd 00 b0 010000"), [], "zstd window above 2 GiB", "d.txt.zst"),
-    "a.arrow": (b"no arrow", [], "broken Arrow file", "a.arrow: row 1"),
-    "b.arrow": (arrow(TEXTS)[:-400], TEXTS[:18], "broken Arrow file", "b.arrow: row 19"),
-    "c.arrow": (arrow([*TEXTS, None]), TEXTS, "no text column 'text'", "c.arrow: row 21"),
-    "a.parquet": (b"no parquet", [], "broken Parquet file", "a.parquet: row 1"),
-    "b.parquet": (table(TEXTS)[:-9], [], "broken Parquet file", "b.parquet: row 1"),
-    "c.parquet": (table([*TEXTS, None]), TEXTS, "no text column 'text'", "c.parquet: row 21"),
-    "d.parquet": (table([b"gr\xf6", *(text.encode() for text in TEXTS)]), TEXTS, "not UTF-8", "d.parquet: row 1"),
+    "d.txt.zst": (bytes.fromhex("28b52ffd 00 b0 010000"), [], "compressed file damaged", "d.txt.zst"),
+    "a.arrow": (b"no arrow", [], "broken Arrow file", "a.arrow: record 1"),
+    "b.arrow": (arrow(TEXTS)[:-400], TEXTS[:18], "broken Arrow file", "b.arrow: record 19"),
+    "c.arrow": (arrow([*TEXTS, None]), TEXTS, "no text column 'text'", "c.arrow: record 21"),
+    "a.parquet": (b"no parquet", [], "broken Parquet file", "a.parquet: record 1"),
+    "b.parquet": (table(TEXTS)[:-9], [], "broken Parquet file", "b.parquet: record 1"),
+    "c.parquet": (table([*TEXTS, None]), TEXTS, "no text column 'text'", "c.parquet: record 21"),
+    "e.parquet": (table([["a", "b"]]), [], "text column 'text' is not text", "e.parquet: record 1"),
+    "d.parquet": (table([b"gr\xf6", *(text.encode() for text in TEXTS)]), TEXTS, "not UTF-8", "d.parquet: record 1"),
 }
 
 
@@ -621,7 +564,6 @@ def test_a_bad_record_stops_with_its_place_or_is_counted_and_named(run, tmp_path
 
 
 def test_a_large_file_that_is_not_utf8_is_named_by_its_line(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LARGE", 1000)
     monkeypatch.setattr(records, "BLOCK", 100)
     line = "größer\n".encode()
     for data, place in (
@@ -632,31 +574,15 @@ def test_a_large_file_that_is_not_utf8_is_named_by_its_line(run, tmp_path, monke
     ):
         (tmp_path / "a.txt").write_bytes(data)
         assert f"a.txt:{place}: not UTF-8" in run(tmp_path / "a.txt")[4]
-
-
-def test_a_byte_order_mark_is_not_text(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LARGE", 16)  # the larger text is read in blocks
-    for number, text in enumerate(texts := ["short", "a text of more than sixteen bytes", "another long text, in the same split", "x"]):
-        (tmp_path / f"{number}.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    _, splits, *_ = run(*sorted(tmp_path.glob("*.txt")))
-    assert sorted([*splits["train"], *splits["val"]]) == sorted(texts)
-
-
-def test_blank_lines_before_the_columns_of_a_csv_are_skipped(run, tmp_path):
-    (tmp_path / "a.csv").write_text("\n\ntext,x\n" + "\n".join(f"{text.split(':')[0]},1" for text in TEXTS))
-    _, splits, *_ = run(tmp_path / "a.csv")
-    assert len(splits["train"]) + len(splits["val"]) == len(TEXTS)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + line * 150)  # a byte order mark is no text
+    found = run(tmp_path / "a.txt")[1]
+    assert "".join(found["train"] + found["val"]) == "größer\n" * 150
 
 
 def test_if_every_record_is_left_out_the_first_reason_is_named(run, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     code, *_, error = run(tmp_path / "a.jsonl", options=("--text_column", "content", "--on_error", "skip"))
-    assert code == 2 and "no document; left out: 20 no text column 'content'; the first: " in error and "content" in error
-
-
-def test_a_text_that_is_null_is_said_to_be(run, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": null}')
-    assert "a.jsonl:1: no text column 'text' (it is null); fix it" in run(tmp_path / "a.jsonl")[4]
+    assert code == 2 and "left out: 20 no text column 'content'; the first: " in error and "content" in error
 
 
 def test_only_the_first_cases_of_a_kind_are_named(run, tmp_path):
@@ -669,64 +595,6 @@ def test_only_the_first_cases_of_a_kind_are_named(run, tmp_path):
 
 
 # Damage of any kind
-
-
-def good_records(name: str, data: bytes) -> list[str] | None:
-    """The texts that can be used of a file, read whole and plainly; None where this reader does not decide it."""
-    stem = name
-    if name.endswith(".gz"):
-        # As much as there is in front of the damage: a tear is found behind it, a flipped bit may be found anywhere.
-        try:
-            data, stem = gzip.decompress(data), name[:-3]
-        except (EOFError, OSError, zlib.error):
-            return [] if name.endswith(".txt.gz") else None
-    elif name.endswith(".zst"):
-        try:
-            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as reader:
-                text = reader.readall()
-            frames, rest = 0, data
-            while rest:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-                frame.decompress(rest)
-                if not frame.eof:
-                    return [] if name.endswith(".txt.zst") else None
-                rest, frames = frame.unused_data, frames + 1
-            data, stem = text, name[:-4]
-        except zstandard.ZstdError:
-            return [] if name.endswith(".txt.zst") else None
-    if stem.endswith(".txt"):
-        return [text for text in _decoded([data]) if text]
-    if stem.endswith(".jsonl"):
-        found = []
-        for number, line in enumerate(data.split(b"\n")):
-            with suppress(ValueError, RecursionError):
-                found.append(json.loads(line.decode("utf-8-sig" if not number else "utf-8")))
-        return _texts(found)
-    if stem == "array.json":
-        with suppress(ValueError, RecursionError):
-            return _texts(json.loads(data.decode("utf-8-sig")))
-    if stem.endswith(".csv"):
-        with suppress(ValueError, csv.Error):
-            found = list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True))
-            return _texts([row for row in found if not any(row.get(None, ()))])
-    if stem.endswith(".parquet"):
-        with suppress(pyarrow.ArrowException, OSError, ValueError, LookupError):
-            return _texts([{"text": text} for text in parquet.read_table(io.BytesIO(data), columns=["text"])["text"].to_pylist()])
-    return None
-
-
-def _decoded(parts: list[bytes]) -> list[str]:
-    found = []
-    for part in parts:
-        with suppress(UnicodeDecodeError):
-            found.append(part.decode())
-    return found
-
-
-def _texts(values: list) -> list[str]:
-    """The usable texts of parsed records."""
-    texts = [value["text"] for value in values if isinstance(value, dict) and isinstance(value.get("text"), str)]
-    return [text for text in texts if text and not any(0xD800 <= ord(character) < 0xE000 for character in text)]
 
 
 CONTENTS = {
@@ -796,11 +664,7 @@ def test_no_damage_ends_in_more_than_one_line(tmp_path_factory, capsys, name, co
             assert not [path for path in folder.iterdir() if on_error in path.name]
     assert codes["skip"] == 0
     found = {split: read(folder / "skip", split) for split in ("train", "val")}
-    good = good_records(f"{name}{compression}", data)
-    if good is not None:
-        assert found == all_of([*good, *behind])
-    else:
-        assert set(behind) <= {*found["train"], *found["val"]}
+    assert set(behind) <= {*found["train"], *found["val"]}
     if not codes["stop"]:
         assert found == {split: read(folder / "stop", split) for split in ("train", "val")}
         assert json.loads((folder / "skip" / "manifest.json").read_text())["dropped"].keys() <= {"empty"}
@@ -857,8 +721,8 @@ TOO_LARGE = {
     "b.json": (b'{"text":\n"a"}\n{"text": "' + "日".encode() * LARGE + b'"}', ["a"], "b.json: record 2"),
     "a.csv": (rows(TEXTS[:5]) + b"9," + b"a" * LARGE + b"\r\n9,lost\r\n", TEXTS[:5], "a.csv:"),
     "quoted.csv.gz": (gzip.compress(rows(TEXTS[:5]) + b'9,"' + b"line\n" * LARGE), TEXTS[:5], "quoted.csv.gz:"),
-    "a.arrow": (arrow([*TEXTS, "a" * LARGE]), TEXTS, "a.arrow: row 21"),
-    "a.parquet": (table([*TEXTS, "a" * LARGE], use_dictionary=False), TEXTS, "a.parquet: row 21"),
+    "a.arrow": (arrow([*TEXTS, "a" * LARGE]), TEXTS, "a.arrow: record 21"),
+    "a.parquet": (table([*TEXTS, "a" * LARGE], use_dictionary=False), TEXTS, "a.parquet: record 21"),
 }
 
 
@@ -881,12 +745,6 @@ def test_a_record_above_the_limit_is_a_bad_record(run, tmp_path, name):
     assert run(tmp_path / "in", options=("--max_record_mib", "0"))[0] == 2
 
 
-def test_a_text_column_of_lists_is_refused_before_it_is_read(run, tmp_path):
-    (tmp_path / "a.parquet").write_bytes(table([["a", "b"]] * 3))
-    code, *_, err = run(tmp_path / "a.parquet")
-    assert code == 2 and "a.parquet: text column 'text' is not text (it is a list" in err
-
-
 def peak_memory(command: list[str | Path]) -> float:
     """The peak memory of a command in MiB. A small process starts it, because a child's peak begins with the size of its parent."""
     code = "import os, sys; _, status, usage = os.wait4(os.posix_spawn(sys.executable, sys.argv[1:], os.environ), 0)"
@@ -895,42 +753,28 @@ def peak_memory(command: list[str | Path]) -> float:
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_with_the_text(tmp_path):
-    peaks = []
-    for n in (100, 6400):  # documents of 10 KB
-        source = tmp_path / f"{n}.jsonl"
-        source.write_bytes(jsonl([f"{number}: " + "some words of ordinary text. " * 350 for number in range(n)]))
-        command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", source, "--out", tmp_path / f"out-{n}"]
-        command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--workers", "1", "--quiet"]
-        peaks.append(peak_memory(command))
-    assert peaks[1] < peaks[0] + 16, peaks  # MiB, for 64 MB of text
-
-
-@pytest.mark.long
-def test_a_record_of_any_size_takes_no_memory(tmp_path):
-    """128 MiB in one record, of which a compressed file holds a few hundred KB: the peak of the process stays where it is without."""
-    n = 2**27
-
-    def fill(name: str, before: bytes, unit: bytes = b"a" * 2**20) -> None:
-        with open(tmp_path / name, "wb") as file:
-            compress = (
-                gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) if ".gz" in name else zstandard.ZstdCompressor().stream_writer(file)
-            )
-            with compress as stream:
-                stream.write(before)
-                for _ in range(n // len(unit)):
-                    stream.write(unit)
-
+def test_memory_does_not_grow_with_the_text_or_with_a_record(tmp_path):
+    """128 MiB of documents, or in one record, of which a compressed file holds a few hundred KB."""
+    contents = {
+        "a.jsonl.gz": (b"", jsonl(["some words of ordinary text. " * 350])),
+        "b.jsonl.zst": (b'{"text": "', b"a" * 2**20),
+        "c.json.gz": (b'[{"text": "', b"a" * 2**20),
+        "d.csv.gz": (b'id,text\n1,"', b"line\n" * 2**18),
+    }
     (tmp_path / "behind.jsonl").write_bytes(jsonl(TEXTS))
-    fill("a.jsonl.zst", b'{"text": "')
-    fill("a.json.gz", b'[{"text": "')
-    fill("b.csv.gz", b'id,text\n1,"', b"line\n" * 2**18)
     peaks = {}
-    for name in ("none", "a.jsonl.zst", "a.json.gz", "b.csv.gz"):
-        sources = [tmp_path / "behind.jsonl", *([] if name == "none" else [tmp_path / name])]
+    for name in ("", *contents):
+        if name:
+            before, unit = contents[name]
+            opens = gzip.open if name.endswith(".gz") else zstandard.open
+            with opens(tmp_path / name, "wb") as stream:
+                stream.write(before)
+                for _ in range(2**27 // len(unit)):
+                    stream.write(unit)
+        sources = [tmp_path / "behind.jsonl", *([tmp_path / name] if name else [])]
         command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", *sources, "--out", tmp_path / f"out-{name}"]
         command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--on_error", "skip", "--workers", "1", "--quiet"]
         peaks[name] = peak_memory(command)
-        if name != "none":
+        if name[:1] not in ("", "a"):
             assert json.loads((tmp_path / f"out-{name}" / "manifest.json").read_text())["dropped"] == {"record too large": 1}
-    assert max(peaks.values()) < peaks["none"] + 100, peaks  # MiB
+    assert max(peaks.values()) < peaks[""] + 100, peaks  # MiB
