@@ -299,7 +299,7 @@ def test_the_state_of_an_optimizer_of_whole_tensors_is_moved(kind, model, runs, 
         assert len(said) == (after.ranks == 1 and kind not in ("Lamb", "Muon"))
         moved, unmoved = losses(runs.resume(after, folder, *more)), losses(runs.unmoved(before, *more)[1])
         assert moved[SAVED] == pytest.approx(unmoved[SAVED], abs=1e-3 if after.precision == "fp32" else 0.05)
-        assert len(moved) == STEPS and moved[-1] < moved[0] - 0.1
+        assert len(moved) == STEPS
     if kind != "Muon":
         with pytest.raises(UsageError, match=r"'zero_optimization\.stage' is 1, but"):
             resolve(runs.flags(L(1, 2), tmp_path, *more), ranks=2)
