@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import re
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import report, start_up, utilization
+from benchmarks import report, utilization
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import rehearsal
 from recipes.fused_kernels.technique import FusedKernels
@@ -82,16 +81,6 @@ def test_sides_are_interleaved_in_a_rotating_order():
     sides = {name: lambda name=name: calls.append(name) for name in "ab"}
     seconds = report.interleave(sides, rounds=2, warm_up=1)
     assert calls == ["a", "b", "b", "a", "a", "b"] and {len(times) for times in seconds.values()} == {2}
-
-
-def test_the_architecture_is_measured_and_named(corpus, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    started: list[list[str]] = []
-    monkeypatch.setattr(start_up, "start", lambda launcher, flags: started.append(flags) or 1.0)
-    given = {"deepspeed_config": "ds_configs/zero1_bf16.json", "preset": "nano", "architecture": "llama", "data": str(corpus)}
-    ((rows, _),) = start_up.measure(argparse.Namespace(**given, starts=2))
-    assert all(", nano, llama" in row.what for row in rows)
-    assert started and all("--architecture llama" in " ".join(flags) for flags in started)
 
 
 @pytest.mark.long

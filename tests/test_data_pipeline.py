@@ -4,10 +4,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -28,29 +25,14 @@ from data_pipeline.shards import Split, open_corpus
 from data_pipeline.sources import open_sources
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from data_pipeline.writing import ShardWriter, write_manifest
-from tests.helpers import members
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def start(*arguments, **options) -> subprocess.Popen:
-    command = [sys.executable, "data_pipeline/prepare.py", *map(str, arguments)]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # it must work uninstalled
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options)
-
-
 def prepare(*arguments) -> subprocess.CompletedProcess:
-    process = start(*arguments)
-    out, err = process.communicate(timeout=60)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.002)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # it must work uninstalled
+    return run_script("data_pipeline/prepare.py", *arguments, environment=environment)
 
 
 @pytest.fixture(scope="session")
@@ -197,61 +179,6 @@ def test_mistakes_are_one_line_and_exit_2(texts, tmp_path, arguments, said):
     assert said in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["empty", "file"]
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_preparing_needs_neither_torch_nor_deepspeed(tmp_path):
-    code = (
-        "import sys, runpy; sys.argv = ['data_pipeline/prepare.py', '--help']; sys.path[0] = 'data_pipeline'\n"
-        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "finally: assert 'tiktoken' in sys.modules and not {'torch', 'deepspeed'} & sys.modules.keys()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--shard_tokens" in done.stdout
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_killed_at_once_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_path, workers):
-    """What comes later, which is kept, is tested in test_interrupted_preparation.py."""
-    arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", workers)
-    process = start(*arguments)
-    wait_for((tmp_path / ".out.partial").exists)
-    process.kill()
-    process.communicate(timeout=30)
-    assert sorted(os.listdir(tmp_path)) == [".out.lock", ".out.partial"]
-    wait_for(lambda: not members(process.pid))  # the workers follow
-    with pytest.raises(DataError, match="no such corpus"):
-        open_corpus(tmp_path / "out")
-    done = prepare(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert os.listdir(tmp_path) == ["out"]
-    open_corpus(tmp_path / "out").verify()
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_interrupted_at_once_leaves_nothing_behind(tmp_path, workers):
-    process = start("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bpe:8192", "--workers", workers)
-    wait_for((tmp_path / ".out.partial").exists)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, workers included
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert err == f"interrupted: nothing was written to {tmp_path}/out\n"
-    assert os.listdir(tmp_path) == []
-    wait_for(lambda: not members(process.pid))
-
-
-def test_two_runs_for_one_folder_do_not_meet(tmp_path):
-    arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bytes")
-    first = start(*arguments)
-    wait_for((tmp_path / ".out.partial").exists)
-    os.kill(first.pid, signal.SIGSTOP)
-    second = prepare(*arguments)
-    os.kill(first.pid, signal.SIGCONT)
-    assert second.returncode == 2
-    assert "another process is preparing it" in second.stderr
-    _, err = first.communicate(timeout=30)
-    assert first.returncode == 0, err
-    open_corpus(tmp_path / "out").verify()
 
 
 # The split

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.errors import DataError
+from data_pipeline.shards import open_corpus
 from tests.helpers import members
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,15 +60,7 @@ def run(*arguments, **options) -> subprocess.CompletedProcess:
 def kill(process: subprocess.Popen) -> None:
     process.kill()
     process.communicate(timeout=30)
-    wait_for_end(process)
-
-
-def wait_for_end(process: subprocess.Popen) -> None:
-    """Until the workers have followed their parent."""
-    deadline = time.monotonic() + 30
-    while members(process.pid):
-        assert time.monotonic() < deadline, "a worker lives on"
-        time.sleep(0.01)
+    wait_for(lambda: not members(process.pid))  # the workers follow
 
 
 def chunks_done(out: Path) -> int:
@@ -76,12 +70,16 @@ def chunks_done(out: Path) -> int:
         return 0
 
 
-def wait_for_chunks(process: subprocess.Popen, out: Path, n: int) -> None:
-    """Until the run has committed so many chunks, or is over."""
-    deadline = time.monotonic() + 60
-    while chunks_done(out) < n and process.poll() is None:
+def wait_for(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.002)
+
+
+def wait_for_chunks(process: subprocess.Popen, out: Path, n: int) -> None:
+    """Until the run has committed so many chunks, or is over."""
+    wait_for(lambda: chunks_done(out) >= n or process.poll() is not None)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -176,6 +174,39 @@ def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp
     assert contents(tmp_path / "out") == contents(uninterrupted)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ended_at_once_it_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_path, number):
+    arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bpe:8192", "--workers", 2)
+    process = start(*arguments)
+    wait_for((tmp_path / ".out.partial").exists)
+    if number == signal.SIGKILL:
+        process.kill()
+    else:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, workers included
+    _, err = process.communicate(timeout=30)
+    wait_for(lambda: not members(process.pid))
+    if number == signal.SIGINT:
+        assert (process.returncode, err) == (130, f"interrupted: nothing was written to {tmp_path}/out\n")
+    assert sorted(os.listdir(tmp_path)) == ([".out.lock", ".out.partial"] if number == signal.SIGKILL else [])
+    with pytest.raises(DataError, match="no such corpus"):
+        open_corpus(tmp_path / "out")
+    done = run(*arguments, "--max_docs", 50)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_two_runs_for_one_folder_do_not_meet(tmp_path):
+    arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--max_docs", 50)
+    first = start(*arguments)
+    wait_for((tmp_path / ".out.partial").exists)
+    os.kill(first.pid, signal.SIGSTOP)
+    refused(run(*arguments), "another process is preparing it")
+    os.kill(first.pid, signal.SIGCONT)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 0, err
+    open_corpus(tmp_path / "out").verify()
+
+
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_ends_in_one_line_and_goes_on_by_resume(command, uninterrupted, tmp_path, workers):
     arguments = [*command, "--out", tmp_path / "out", "--workers", workers]
@@ -186,7 +217,7 @@ def test_ctrl_c_ends_in_one_line_and_goes_on_by_resume(command, uninterrupted, t
     assert process.returncode == 130
     assert err.startswith(f"interrupted: nothing was written to {tmp_path / 'out'}") and "--resume" in err
     assert err.count("\n") == 1
-    wait_for_end(process)
+    wait_for(lambda: not members(process.pid))  # the workers follow
     resumed(arguments, uninterrupted, tmp_path / "out")
 
 

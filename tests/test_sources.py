@@ -434,14 +434,6 @@ def test_a_folder_laid_out_like_the_hub_has_configurations_and_splits(run, tmp_p
     assert "it cannot be opened" in run(f"hf:{hub}:small:test", options=options)[4]
 
 
-@pytest.mark.parametrize(("sources", "processes"), [(["a.jsonl"], "1 process"), (["a.jsonl", "hf:"], "3 processes")])
-def test_a_dataset_of_unknown_size_is_encoded_by_all_cores(run, tmp_path, monkeypatch, sources, processes):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
-    _, _, _, out, _ = run(*(f"hf:json:{tmp_path}/a.jsonl" if name == "hf:" else tmp_path / name for name in sources))
-    assert f"encoding with {processes}\n" in out
-
-
 def test_a_dataset_that_fails_while_it_streams_is_one_line(run, tmp_path, monkeypatch):
     """By a record that its builder refuses, or the network."""
     (tmp_path / "a.csv").write_bytes(rows([f"row {number}" for number in range(10_000)]) + b"1,2,3,4\r\n")
@@ -610,24 +602,16 @@ GARBAGE = st.one_of(
         [b"\n", b'"', b"\\", b"{", b"}", b"[", b"]", b",", b"\0", b"\xff", b"\\ud800", b"\r", b"1e999", b"NaN", b"\xef\xbb\xbf"]
     ),
 )
-MUTATION = st.tuples(
-    st.sampled_from(["insert", "delete", "replace", "cut", "flip", "repeat", "none"]), st.integers(0, 10**6), st.integers(1, 40), GARBAGE
-)
+MUTATION = st.tuples(st.sampled_from(["replace", "replace", "cut", "flip", "none"]), st.integers(0, 10**6), st.integers(1, 40), GARBAGE)
 
 
 def mutate(data: bytes, mutations: list) -> bytes:
     for kind, place, n, new in mutations:
         place %= len(data) + 1
-        if kind == "insert":
-            data = data[:place] + new + data[place:]
-        elif kind == "delete":
-            data = data[:place] + data[place + n :]
-        elif kind == "replace":
-            data = data[:place] + new + data[place + len(new) :]
+        if kind == "replace":
+            data = data[:place] + new + data[place + n - 1 :]
         elif kind == "cut":
             data = data[:place]
-        elif kind == "repeat":
-            data = data[:place] + data[max(0, place - n) : place] * 3 + data[place:]
         elif kind == "flip" and place < len(data):
             data = data[:place] + bytes([data[place] ^ (1 << n % 8)]) + data[place + 1 :]
     return data
@@ -640,7 +624,7 @@ def mutate(data: bytes, mutations: list) -> bytes:
     st.lists(MUTATION, max_size=3),
     st.lists(MUTATION, max_size=2),
 )
-@example("array.json", "", [("insert", 0, 1, b"[" * 5000)], [])
+@example("array.json", "", [("replace", 0, 1, b"[" * 5000)], [])
 @example("a.parquet", "", [("flip", 3000, 1, b"")], [])
 def test_no_damage_ends_in_more_than_one_line(tmp_path_factory, capsys, name, compression, before, after):
     if name.endswith((".parquet", ".arrow")):

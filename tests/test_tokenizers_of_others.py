@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ import zstandard
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from data_pipeline import documents, records, writing
+from data_pipeline import documents, records
 from data_pipeline.errors import DataError
 from data_pipeline.prepare import main
 from data_pipeline.shards import open_corpus
@@ -148,7 +146,7 @@ def test_a_special_token_written_in_a_text_is_text(kind, of_others):
                 assert tokenizer.decode(ids) == text
 
 
-def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys):
     tokenizer = train("byte_level")
     tokenizer.add_tokens(["<end>"])  # not a special one: the library finds it in any text
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -159,15 +157,6 @@ def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys, 
     assert "'<end>'" in error and "--end_of_text" in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
-    capsys.readouterr()
-    # Behind text that is committed already: no record is bad, so --on_error skip would leave none out.
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(writing, "SECONDS_BETWEEN_COMMITS", 0.0)
-    (tmp_path / "0.txt").write_text("before it")
-    arguments[1:4] = [f"{tmp_path}/0.txt", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/other"]
-    assert main([*arguments, "--end_of_text", "<end>"]) == 2
-    assert capsys.readouterr().err.endswith("name another one with --end_of_text\n")
-    assert (tmp_path / ".other.partial").exists()
 
 
 @each_kind
@@ -386,35 +375,11 @@ def test_a_library_that_panics_is_one_line(kind, values, said, place, source, tm
     assert line.startswith("error: ") and said in line
 
 
-def sentencepiece_folder(folder: Path, model: bytes) -> Path:
-    """As the folders of Llama 2: a `tokenizer.model`, and no `tokenizer.json`."""
-    folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(model)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **names}))
-    return folder
-
-
-@pytest.mark.skipif(bool(find_spec("sentencepiece")), reason="the package sentencepiece is installed")
 def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
     """transformers makes an empty tokenizer of it, with which every text would be lost."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(DataError, match="the tokenizer has no vocabulary"):
         make_tokenizer(str(tmp_path), [])
-
-
-def test_a_sentencepiece_model_gives_the_ids_of_its_library(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece", reason="the package sentencepiece is not installed")
-    model = io.BytesIO()
-    kind = {"model_type": "bpe", "vocab_size": 600, "byte_fallback": True, "normalization_rule_name": "identity"}
-    options = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, **kind, **options)
-    ours = make_tokenizer(str(sentencepiece_folder(tmp_path / "folder", model.getvalue())), [])
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    assert (ours.vocab_size, ours.eot_id) == (theirs.vocab_size(), theirs.eos_id())
-    for text in ("The square of 7", "def größer(x):\n    return x  # 日本", TEXTS[0]):
-        assert ours.encode(text).tolist() == theirs.encode(text)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "folder"])
