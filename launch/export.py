@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from data_pipeline.staging import staged_folder
 from launch.config.flags import Parser
 from launch.errors import UsageError, print_once, run_command
-from launch.trained_model.flags import DTYPES, add_source_flags
+from launch.trained_model.flags import add_source_flags
 
 
 def build_parser() -> Parser:
@@ -32,9 +32,9 @@ def build_parser() -> Parser:
         description="Export a trained model to a Hugging Face folder: a GPT-2, Llama or Qwen3.",
         epilog="Example: python launch/export.py runs/first --out exported/first",
     )
-    add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
+    data = "current path of a run's corpus, for the tokenizer (the path in run.json)"
+    add_source_flags(parser, data, "dtype of the weights (run: fp32; folder: unchanged)")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder; an existing one is never written to")
-    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help="fp32, bf16 or fp16 weights (run: fp32; folder: unchanged)")
     parser.add_argument("--quiet", action="store_true", help="print the last line only")
     return parser
 

@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import Parser, real_number, whole_number
 from launch.errors import UsageError, run_command
-from launch.trained_model.flags import DTYPES, add_source_flags
+from launch.trained_model.flags import add_source_flags
 
 
 def build_parser() -> Parser:
@@ -29,7 +29,8 @@ def build_parser() -> Parser:
         description="Generate text with a trained model.",
         epilog='Example: python launch/generate.py runs/demo --prompt "def " --temperature 0.7 --samples 3',
     )
-    add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
+    data = "current path of a run's corpus, for the tokenizer (the path in run.json)"
+    add_source_flags(parser, data, "dtype of weights and activations (fp32)", "fp32")
     parser.add_argument("--prompt", metavar="TEXT", default="", help="beginning of the text; - reads standard input (none: a new document)")
     parser.add_argument("--document_start", action="store_true", help="the prompt begins a document: put an end-of-text token before it")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=100, metavar="N", help="maximum tokens of a sample (100)")
@@ -37,16 +38,9 @@ def build_parser() -> Parser:
     parser.add_argument("--samples", type=whole_number(1, 10_000), default=1, metavar="N", help="number of texts (1)")
     parser.add_argument("--temperature", type=real_number(0), default=0.8, help="divides the logits; 0: the most likely token (0.8)")
     parser.add_argument("--top_k", type=whole_number(0), default=50, metavar="K", help="draw from the K most likely tokens; 0: all (50)")
-    parser.add_argument(
-        "--top_p",
-        type=real_number(0, 1, above=True),
-        metavar="P",
-        help="draw from the most likely tokens whose probabilities sum to P (all)",
-    )
+    top_p = real_number(0, 1, above=True)
+    parser.add_argument("--top_p", type=top_p, metavar="P", help="draw from the most likely tokens whose probabilities sum to P (all)")
     parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="seed of the first sample; each further sample adds 1 (1)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="dtype of weights and activations: fp32, bf16 or fp16 (fp32)"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per sample")
     parser.add_argument("--quiet", action="store_true", help="no notes and no speed")
     return parser

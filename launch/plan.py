@@ -31,7 +31,7 @@ from model.presets import FIELDS, SIZES, GPTConfig
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"GB": 10**9, "GIB": 2**30}
 ON_CPU = '={"device": "cpu"}'
 #: Value of --offload -> (its stages, the changes of the JSON).
 OFFLOAD_COLUMNS: dict[str, tuple[tuple[int, ...], list[str]]] = {
@@ -67,7 +67,7 @@ def build_parser() -> Parser:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt]i?b)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?(gi?b)", text.strip(), re.IGNORECASE)
     size = round(float(found[1]) * UNITS[found[2].upper()]) if found else 0
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory; write 80GB or 24GiB")
@@ -87,8 +87,7 @@ def main() -> int:
     if flags.json:
         batch = {key: getattr(first, key) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size")}
         report = {"model": {**asdict(model), "parameters": parameter_count(model)}, "precision": flags.precision, "device": device, **batch}
-        fit = dict(zip(("fit", "fit_checkpointed"), _fitting(flags.memory, columns), strict=True)) if flags.memory else {}
-        print_once(json.dumps(report | {"columns": columns} | fit, indent=2))
+        print_once(json.dumps(report | {"columns": columns} | (_fitting(flags.memory, columns) if flags.memory else {}), indent=2))
         return 0
     print_once(
         f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
@@ -98,7 +97,9 @@ def main() -> int:
     )
     print_once("\n".join(memory_table(columns)))
     if flags.memory:
-        print_once(f"\n{_fits(flags.memory, columns)}")
+        fitting = _fitting(flags.memory, columns)
+        more = f"; with activation checkpointing also {', '.join(names)}" if (names := fitting["fit_checkpointed"]) else ""
+        print_once(f"\nIn {flags.memory / 1e9:,.4g} GB a rank fit: {', '.join(fitting['fit']) or 'nothing'}{more}.")
     return 0
 
 
@@ -117,18 +118,11 @@ def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
     return runs
 
 
-def _fitting(memory: int, columns: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+def _fitting(memory: int, columns: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """The columns that fit, and those that fit only with activation checkpointing."""
     plain = [name for name, plan in columns.items() if plan["peak"] <= memory]
-    return plain, [name for name, plan in columns.items() if plan["checkpointed_peak"] <= memory and name not in plain]
-
-
-def _fits(memory: int, columns: dict[str, dict[str, Any]]) -> str:
-    plain, checkpointed = _fitting(memory, columns)
-    text = f"In {memory / 1e9:,.4g} GB a rank: {', '.join(plain) or 'nothing'} fit{'s' if len(plain) < 2 else ''}"
-    if checkpointed:
-        text += f"; with activation checkpointing also {', '.join(checkpointed)}"
-    return text + "."
+    checkpointed = [name for name, plan in columns.items() if plan["checkpointed_peak"] <= memory and name not in plain]
+    return {"fit": plain, "fit_checkpointed": checkpointed}
 
 
 if __name__ == "__main__":

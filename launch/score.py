@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import Parser, whole_number
 from launch.errors import print_once, run_command
-from launch.trained_model.flags import DTYPES, add_source_flags
+from launch.trained_model.flags import add_source_flags
 
 
 def build_parser() -> Parser:
@@ -32,14 +32,12 @@ def build_parser() -> Parser:
         description="Loss, perplexity and bits per byte of a trained model on validation text.",
         epilog="Example: python launch/score.py runs/demo",
     )
-    add_source_flags(parser, data_help="corpus folder from prepare.py or nanoGPT; a Hugging Face folder needs this flag (the run's)")
+    data = "corpus folder from prepare.py or nanoGPT; a Hugging Face folder needs this flag (the run's)"
+    add_source_flags(parser, data, "dtype of weights and activations (fp32)", "fp32")
     parser.add_argument("--against", metavar="RUN|DIR", help="second model, with the same tokenizer: the difference on the same windows")
     parser.add_argument("--split", choices=("val", "train"), default="val", metavar="NAME", help="text to score: val or train (val)")
     parser.add_argument("--windows", type=whole_number(1), metavar="N", help="number of windows to score, spread evenly (all)")
     parser.add_argument("--batch_size", type=whole_number(1), metavar="N", help="windows per forward pass (depends on the device)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="dtype of weights and activations: fp32, bf16 or fp16 (fp32)"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
     return parser

@@ -14,8 +14,6 @@ import torch
 
 #: A text, at least one token -> logits (vocab_size,) of the token that follows it.
 NextLogits = Callable[[list[int]], torch.Tensor]
-#: Lower temperatures count as 0: the probability of the most likely token is 1 far above it, and smaller divisors overflow fp32.
-MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Sampling:
 
     def pick(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> int:
         """Samples the next token from its logits, fp32 (V,) on the CPU."""
-        if self.temperature < MIN_TEMPERATURE:
+        if self.temperature == 0:
             return int(logits.argmax())
         n_ids = len(logits)
         logits, ids = logits.topk(min(self.top_k or n_ids, n_ids))  # (k,), most likely first

@@ -308,14 +308,10 @@ class DeepSpeedFiles:
         return places
 
     def _require_shapes(self, found: dict[str, torch.Size]) -> None:
-        for name, shape in found.items():
-            if name not in self._shapes:
-                raise UsageError(f"{self.checkpoint}: {name} is not a weight of the model in run.json; restore run.json")
-            if shape != self._shapes[name]:
-                has = f"{tuple(shape)}, the model in run.json has {tuple(self._shapes[name])}"
-                raise UsageError(f"{self._file}: {name} is {has}; restore run.json")
-        if lacking := sorted(set(self._shapes) - set(found)):
-            raise UsageError(f"{self.checkpoint}: lacks {', '.join(lacking[:3])} of the model in run.json; restore run.json")
+        for name in {**found, **self._shapes}:
+            if found.get(name) != self._shapes.get(name):
+                has, needs = (f"of shape {list(one[name])}" if name in one else "missing" for one in (found, self._shapes))
+                raise UsageError(f"{self.checkpoint}: {name} is {has}, and {needs} in that of the model in run.json; restore run.json")
 
 
 def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int) -> None:
