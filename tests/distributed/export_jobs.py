@@ -27,7 +27,7 @@ def pretrain_and_keep(runs: list[list[str]]) -> list[str]:
         final = save(self, state, last)
         if last:
             with self.technique.evaluation_weights():
-                weights = live_weights(self.engine)
+                weights = live_weights(self.ds_engine)
             if self.collectives.rank == 0:
                 torch.save(weights, self.folder.parent / LIVE)
         return final
@@ -47,15 +47,15 @@ def _refusal(flags: list[str]) -> str:
     return ""
 
 
-def live_weights(engine: Any) -> dict[str, torch.Tensor]:
+def live_weights(ds_engine: Any) -> dict[str, torch.Tensor]:
     """The fp32 weights of a live engine, whole, by DeepSpeed's own means; called by all ranks."""
     masters = {}
-    if hasattr(engine.optimizer, "fp32_groups"):  # stage 0 in bf16 and fp16, for which DeepSpeed has no such means
-        for halves, fulls in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
+    if hasattr(ds_engine.optimizer, "fp32_groups"):  # stage 0 in bf16 and fp16, for which DeepSpeed has no such means
+        for halves, fulls in zip(ds_engine.optimizer.fp16_groups, ds_engine.optimizer.fp32_groups, strict=True):
             masters |= {id(half): full for half, full in zip(halves, fulls, strict=True)}
     found = {}
-    for name, parameter in engine.module.named_parameters():
-        if engine.zero_optimization_stage():
+    for name, parameter in ds_engine.module.named_parameters():
+        if ds_engine.zero_optimization_stage():
             whole = safe_get_full_fp32_param(parameter)
         else:
             whole = masters.get(id(parameter), parameter)
