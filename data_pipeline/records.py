@@ -257,7 +257,7 @@ def _cut_at(stream: BinaryIO, mark: bytes, limit: int) -> Iterator[tuple[int, by
         yield line, bytes(held)
 
 
-def _json_lines(stream: BinaryIO, problems: Problems, text_column: str) -> Read:
+def _files(stream: BinaryIO, problems: Problems, text_column: str) -> Read:
     limit = problems.max_record
     for number in count(1):
         line = stream.readline(limit + 1)
@@ -410,7 +410,7 @@ def _check_column(columns: list[str], text_column: str) -> None:
 
 #: The reader of each kind of file with records, and what is said of a broken file.
 READERS: dict[str, tuple[Callable[[BinaryIO, Problems, Any], Read], str]] = {
-    ".jsonl": (_json_lines, "JSON line"),
+    ".jsonl": (_files, "JSON line"),
     ".json": (_json, "JSON"),
     ".csv": (_csv, "CSV"),
     ".parquet": (_parquet, "Parquet file"),

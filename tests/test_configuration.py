@@ -16,7 +16,7 @@ import torch
 from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
-from launch.formats.json_lines import read_json
+from launch.formats.files import read_json
 from model.presets import PRESETS
 from recipes.registry import technique_classes
 

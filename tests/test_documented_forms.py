@@ -17,7 +17,7 @@ from launch.config.deepspeed_json import value_at
 from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from launch.formats.json_lines import read_json
+from launch.formats.files import read_json
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]

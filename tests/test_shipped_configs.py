@@ -11,7 +11,7 @@ import pytest
 
 from launch.config.run_config import resolve
 from launch.config.token_schedule import TOKEN_SCHEDULES
-from launch.formats.json_lines import read_json
+from launch.formats.files import read_json
 from recipes.registry import read_recipe, recipe_names
 from tests.helpers import recipe_flags, skip_unless_the_device_can
 

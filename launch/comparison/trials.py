@@ -24,7 +24,7 @@ from launch.config.flags import as_words, suggested_flags, without
 from launch.config.hardware import cpu_instructions, device_type, gpus
 from launch.config.run_config import SCRATCH, RunConfig, resolve
 from launch.errors import UsageError
-from launch.formats.json_lines import read_json
+from launch.formats.files import read_json
 from launch.formats.metrics import read_run_json
 from launch.training.run_folder.provenance import machine, versions
 from launch.training.run_folder.run_json import changes_numbers

@@ -17,7 +17,7 @@ from typing import Any
 from launch.config.deepspeed_schema import ADAM_PARAMS, KINDS, SCHEDULES, SGD_PARAMS, Rule, Rules, deepspeed_schema
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import UsageError, nearest_name
-from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
+from launch.formats.files import KeyPath, dotted, parse_json, read_json
 from recipes.registry import technique_classes
 from recipes.technique import Declaration, Technique
 

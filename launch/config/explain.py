@@ -21,7 +21,7 @@ from launch.config.flags import EVALUATION, LENGTH, MODEL, RUN, flags_of
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import printable_line
-from launch.formats.json_lines import dotted
+from launch.formats.files import dotted
 from model.accounting import flops_per_token, parameter_count
 from model.presets import FIELDS, SIZES, GPTConfig
 from recipes import registry
