@@ -1,18 +1,17 @@
-"""The README.md of an exported model: its sizes, the figures of the run that trained it, and the command that repeats the run."""
+"""The README.md of an exported model: its sizes, and the figures of the run that trained it."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import shlex
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.shards import Corpus
-from launch.config.run_config import ROOT
 from launch.formats.metrics import recent_loss
 from launch.trained_model.load import TrainedModel
-from launch.training.run_folder.run_json import commits_of, starts_of
+from launch.training.run_folder.run_json import commits_of
 from model.hf import CLASSES, hf_form, hf_tensors
 
 _HEAD = """\
@@ -61,22 +60,9 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
     }
     parts = [_HEAD.format(name=name, form=form, kind=f"`{CLASSES[form]}`", millions=parameters / 1e6), _table(sizes)]
     if run is not None and state is not None:
-        starts = starts_of(run)
-        command = next(start["command"] for start in reversed(starts) if "command" in start)
-        words = [str(word) for word in command[1:] if not str(word).startswith(("--local_rank", "--resume="))]
-        if "--resume" in words:  # --resume, or --resume must
-            at = words.index("--resume")
-            del words[at : at + 1 + (words[at + 1 : at + 2] == ["must"])]
         parts += ["## The run", _table(_run_rows(run, state, lines, trained.corpus))]
         if state["val_loss"] is not None:
             parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
-        gpus = run["machine"].get("gpus")
-        where = "--hostfile HOSTFILE" if gpus and run["ranks"] > len(gpus) else f"--num_gpus {run['ranks']}"
-        parts += ["## Train it again"]
-        parts += [f"```sh\ndeepspeed {where} launch/pretrain.py {shlex.join(without_folders(words))}\n```"]
-        if len(starts) > 1:
-            said = "The command and the values in the table are those of the last start; the initial weights are those of the first."
-            parts += [f"The run was started {len(starts)} times. {said}"]
     parts += [_USE.format(name=name), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
     return "\n\n".join(parts) + "\n"
 
@@ -91,16 +77,16 @@ def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, 
         "tokens seen": f"{state['tokens']:,} of {run['total_tokens']:,}",
         "validation loss": None if loss is None else f"{loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})",
         "training loss": recent_loss(losses) if losses else None,
-        "corpus": f"{', '.join(without_folders(sources))} (`{run['corpus_fingerprint'][:16]}`)",
+        "corpus": f"{without_folders(', '.join(sources))} (`{run['corpus_fingerprint'][:16]}`)",
         "tokenizer": tokenizer.get("name") or tokenizer.get("kind"),
         "recipe": run.get("recipe"),
-        "DeepSpeed JSON": f"`{without_folders(['--deepspeed_config', run['config_file']])[1]}`",
+        "DeepSpeed JSON": f"`{'/'.join(Path(run['config_file']).parts[-2:])}`",
         "ZeRO stage, precision, ranks": ", ".join(str(run[key]) for key in ("zero_stage", "precision", "ranks")),
         "techniques": ", ".join(run["techniques"]),
         "optimizer": f"{optimizer.get('type')} `{json.dumps(optimizer.get('params', {}))}`",
         "peak learning rate, warm-up steps": ", ".join(str(run.get(key)) for key in ("lr", "warmup_steps")),
         "sequences per step": f"{run['global_batch_size']:,}",
-        "initial weights": without_folders([str(run.get("init_from") or "")])[0],
+        "initial weights": without_folders(str(run.get("init_from") or "")),
         "seed": run["seed"],
         "machine": ", ".join(map(str, machine.get("gpus") or [machine.get("processor")])),
         "versions": ", ".join(f"{key} {value}" for key, value in run["versions"].items() if value),
@@ -108,19 +94,9 @@ def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, 
     }
 
 
-def without_folders(words: list[str]) -> list[str]:
-    """The words of a command without folders of the machine. Paths in the checkout become relative to it, and so do the run's JSON and
-    recipe in any other checkout. Of other absolute paths, also in values and `file://` URLs, the last part stays.
-    """
-    found: list[str] = []
-    for word in words:
-        flag, equals, path = word.partition("=") if word.startswith("--") else ("", "", word)
-        path = path.removeprefix(f"{ROOT}/")
-        if (flag or "".join(found[-1:])) in ("--deepspeed_config", "--recipe"):
-            path = re.sub(r"^/.*/(?=(ds_configs|recipes)/)", "", path)
-        path = re.sub(r'(^|[="]|: ?(?=/[^/])|file://)/([^"]*/)?(?=[^/"])', r"\1", path)
-        found.append(f"{flag}{equals}{path}")
-    return found
+def without_folders(text: str) -> str:
+    """`text` without folders of the machine: the last part of each absolute path stays."""
+    return re.sub(r"(^|, |: ?(?=/[^/])|file://)/([^,]*/)?(?=[^/])", r"\1", text)
 
 
 def _table(rows: dict[str, Any]) -> str:
