@@ -120,8 +120,7 @@ def main() -> int:
         compared = comparison.compare([runs.read_run(run) for run in flags.runs], flags.force)
     else:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
-        check = publish.check_tuned if flags.publish else None
-        compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
+        compared, unfinished = experiments.run_experiments(folders, passed_on, flags)
     page = report.write_report(compared, _out(flags))
     for line in [*report.summary(compared), f"report: {page}"]:
         print_once(printable_line(line))

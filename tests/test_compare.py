@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.compare import build_parser
-from launch.comparison import experiments, publish
+from launch.comparison import experiments
 from launch.comparison.experiments import _paired_trials, check_corpus, error_of, has_ended
 from launch.comparison.trials import CannotRun, pair_trials
 from launch.errors import UsageError
@@ -221,34 +221,12 @@ def test_what_is_not_tuned_is_named_before_it_is_trained(monkeypatch, capsys):
     assert "lamb is not tuned on nano-0.5M" in capsys.readouterr().out
 
 
-def test_what_is_not_tuned_is_refused_before_it_is_trained(monkeypatch):
-    monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
-    monkeypatch.setattr(experiments, "check_corpus", lambda _: None)
-    monkeypatch.setattr(publish, "published_sweep", lambda *_: (ROOT / "tuning.json", {"grid": [], "chosen": {"lr": 7}}))
-    flags = build_parser().parse(["--recipe", "recipes/lamb", "--testbed", "nano-0.5M", "--publish"])
-    with pytest.raises(UsageError, match=r"lamb on nano-0\.5M: .* tuning\.json has {'lr': 7}"):
-        experiments.run_experiments([ROOT / "recipes" / "lamb"], [], flags, publish.check_tuned)
-
-
 def test_a_testbed_that_no_recipe_uses_is_refused(monkeypatch):
     monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
     monkeypatch.setattr(experiments, "check_corpus", lambda _: None)
     flags = build_parser().parse(["--recipe", "recipes/zero_2", "--testbed", "nano-0.5M-half-rate", "--testbed", "micro-1M"])
     with pytest.raises(UsageError, match="--testbed micro-1M: none of the recipes has an experiment on it; leave it out"):
         experiments.run_experiments([ROOT / "recipes" / "zero_2"], [], flags)
-
-
-def test_a_recipe_is_published_with_the_values_of_its_own_sweep_only(monkeypatch):
-    """And only if it is this checkout's."""
-    recipe, testbed = read_recipe(ROOT / "recipes" / "lamb"), read_testbed("nano-0.5M")
-    publish.check_tuned(recipe, testbed)
-    own = recipe.experiments[testbed.name]
-    other = replace(recipe, experiments={testbed.name: replace(own, tuned={**own.tuned, "lr": 0.5})})
-    with pytest.raises(UsageError, match="lamb is not a recipe of this checkout, so it has no page to update"):
-        publish.check_tuned(other, testbed)
-    monkeypatch.setattr(publish, "read_recipe", lambda _: other)
-    with pytest.raises(UsageError, match=r"recipes/lamb/tuning\.json has \{.*'lr': 0\.016.*\}, used are \{.*'lr': 0\.5"):
-        publish.check_tuned(other, testbed)
 
 
 def test_a_testbed_without_its_corpus_names_the_command_that_makes_it(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 from launch.comparison import publish, recipe_pages, trials, tuning
 from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
+from launch.comparison.trials import settings_on, tuned_by
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
 from launch.training.run_folder.run_json import commits_of, differences
@@ -201,6 +202,18 @@ def test_every_published_sweep_has_run_all_its_values():
         grid = tuning.published_sweep(config, testbed, recipe)[1]["grid"]
         for name, values in sweep.items() if grid else ():
             assert set(values) <= {point[name] for point in grid}, f"{testbed.name}, {config}: run the sweep of {name} again"
+
+
+def test_both_sides_of_a_published_experiment_train_with_the_best_values_of_their_sweeps(cells):
+    """Inside their grids. A testbed that takes other values than the sweep chose states why."""
+    for recipe, testbed in [(cell.recipe, cell.testbed) for cell in cells if cell.entry]:
+        own_sweep = recipe.experiments[testbed.name].sweep
+        for config, own in [(recipe.control, tuned_by(recipe.control, testbed)), *([(recipe.config, recipe)] if own_sweep else [])]:
+            if own is None and testbed.reason:
+                continue
+            arm, used = tuning.published_sweep(config, testbed, own)[1], settings_on(testbed, config, own)
+            assert arm["chosen"] == {name: used[name] for name in arm["chosen"] or {}}, (recipe.name, testbed.name, config)
+            assert not tuning.edges(arm["grid"], arm["chosen"]), (recipe.name, testbed.name, config)
 
 
 def test_published_runs_had_the_values_of_the_present_json():

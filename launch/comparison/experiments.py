@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -35,7 +35,6 @@ def run_experiments(
     folders: Sequence[Path | str],
     passed_on: Sequence[str],
     flags: argparse.Namespace,
-    check: Callable[[Recipe, Testbed], None] | None = None,
 ) -> tuple[Comparison, list[str]]:
     """Train the missing runs of these recipes and their controls, and compare all.
 
@@ -43,7 +42,6 @@ def run_experiments(
         folders: of the recipes.
         passed_on: flags of `launch/pretrain.py` for all runs.
         flags: of `launch/compare.py`. With `all`, recipes that cannot run on this machine are listed in the report instead of refused.
-        check: called with each recipe and testbed before anything is trained, to refuse them.
 
     Returns:
         The comparison, and the names of the runs that did not finish, other than by diverging.
@@ -71,11 +69,8 @@ def run_experiments(
     share_cores(flags, max((ranks_of(recipe, testbed, flags) for recipe, testbed in found), default=1))
     pairs: list[PairedTrials] = []
     for recipe, testbed in found:
-        if testbed:
-            if check:
-                check(recipe, testbed)
-            if (own := recipe.experiments[testbed.name]).sweep and not own.tuned:
-                print_once(f"{recipe.name} is not tuned on {testbed.name} (--tune), and trains with the testbed's values")
+        if testbed and (own := recipe.experiments[testbed.name]).sweep and not own.tuned:
+            print_once(f"{recipe.name} is not tuned on {testbed.name} (--tune), and trains with the testbed's values")
         try:
             pairs.append(_paired_trials(recipe, testbed, passed_on, flags))
         except CannotRun as reason:

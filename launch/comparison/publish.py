@@ -14,13 +14,12 @@ from data_pipeline.staging import write_atomically
 from launch.comparison.comparison import Comparison, Pair
 from launch.comparison.recipe_pages import RESULTS, protocol, write_pages
 from launch.comparison.runs import Run, stored_run
-from launch.comparison.trials import CODE, settings_on, tuned_by
-from launch.comparison.tuning import CONTROL, edges, published_sweep
+from launch.comparison.trials import CODE
 from launch.errors import UsageError
 from launch.formats.files import read_committed
 from launch.training.run_folder.provenance import machine_in_words, repository_commit
 from launch.training.run_folder.run_json import commits_of
-from recipes.registry import ROOT, Recipe, Testbed, read_recipe
+from recipes.registry import ROOT, read_recipe
 
 #: The files that the numbers of a run depend on, as git pathspecs.
 TRAINING = [*CODE, "ds_configs", "constraints.txt", ":(glob)recipes/*.py", ":(glob)recipes/*/*.py"]
@@ -63,7 +62,8 @@ def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
     where = f"--publish: {recipe.name} on {testbed.name}"
     runs = (*pair.control.runs, *pair.side.runs)
     check_runs(where, runs)
-    check_tuned(recipe, testbed)
+    if recipe != read_recipe(ROOT / "recipes" / recipe.name):
+        raise UsageError(f"{where}: it is not a recipe of this checkout, so it has no page to update; leave out --publish")
     if pair.seeds != tuple(range(1, experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
@@ -96,26 +96,6 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
             f"{where}: it has runs of {other[0]}, whose code was not committed or trains differently from this checkout; train them again"
             " in another --runs_dir"
         )
-
-
-def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
-    """Refuse to publish an experiment unless both sides train with the values that the published sweeps chose, inside their grids."""
-    if recipe != read_recipe(ROOT / "recipes" / recipe.name):
-        raise UsageError(f"--publish: {recipe.name} is not a recipe of this checkout, so it has no page to update; leave out --publish")
-    sides = [(recipe.control, tuned_by(recipe.control, testbed))]
-    sides += [(recipe.config, recipe)] if recipe.experiments[testbed.name].sweep else []
-    for config, own in sides:
-        if own is None and testbed.reason:
-            continue  # the testbed states why it takes other values than the sweep chose
-        file, arm = published_sweep(config, testbed, own)
-        used = {name: value for name, value in settings_on(testbed, config, own).items() if name in (arm["chosen"] or {})}
-        same_testbed = read_committed(file).get(testbed.name, {}).get("flags", testbed.flags) == testbed.flags
-        if not arm["chosen"] or arm["chosen"] != used or not same_testbed or edges(arm["grid"], arm["chosen"]):
-            sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
-            raise UsageError(
-                f"--publish: {recipe.name} on {testbed.name}: {config if own else CONTROL} must train with the best values of a sweep on"
-                f" this testbed, inside its grid; {file.relative_to(ROOT)} has {arm['chosen']}, used are {used}; run {sweep}"
-            )
 
 
 def protocol_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
