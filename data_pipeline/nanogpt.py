@@ -107,8 +107,7 @@ def nanogpt_manifest(path: Path) -> tuple[dict[str, Any], int]:
 def _header_bytes(file: Path) -> int:
     """The number of bytes before the first id. DataError if the file is missing, cut, or of another form."""
     if not file.is_file():
-        names = " and ".join(FILES.values())
-        raise DataError(f"{file}: missing; a nanoGPT folder has {names} (one from prepare.py: {MANIFEST_FILE}); copy or prepare it again")
+        raise DataError(f"{file}: missing; a nanoGPT folder has train.bin and val.bin; copy the missing file there, or prepare it again")
     start = _start(file)
     for magic, what in OTHERS.items():
         if start.startswith(magic):

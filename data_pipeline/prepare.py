@@ -254,8 +254,6 @@ def _check(args: argparse.Namespace) -> None:
             raise DataError(f"--{name} {value}: allowed: 1 or more, up to {largest}, or omit the flag")
     if args.separator == "":
         raise DataError("--separator '': allowed: one character or more, or omit the flag")
-    if args.out.name in ("", ".."):
-        raise DataError(f"--out {args.out}: not a folder name; give one, such as data/stdlib")
 
 
 def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:

@@ -32,13 +32,12 @@ from data_pipeline import hugging_face_form
 from data_pipeline.errors import DataError, one_line
 from data_pipeline.hugging_face_form import GPT2_PATTERN
 from data_pipeline.manifest import MANIFEST_FILE, check_sha256, read_manifest
+from data_pipeline.staging import require_regular
 
 END_OF_TEXT = "<|endoftext|>"
 HUGGING_FACE_FILE = "tokenizer.json"
 RANKS_FILE = "tokenizer.tiktoken"
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1_000_000
-# The same ranks under another name: gpt2 of tiktoken is two files in an older format, r50k_base one.
-TIKTOKEN_ALIASES = {"gpt2": "r50k_base"}
 #: Common end-of-text tokens, tried in this order if --end_of_text is not given.
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]", "[EOS]")
 
@@ -56,7 +55,8 @@ def parse_spec(spec: str) -> tuple[str, Any]:
     if kind == "bpe" and size.isascii() and size.isdigit() and len(size) < 10 and MIN_VOCAB_SIZE <= int(size) <= MAX_VOCAB_SIZE:
         return "bpe", int(size)
     if spec in tiktoken.list_encoding_names():
-        return "tiktoken", TIKTOKEN_ALIASES.get(spec, spec)
+        # The same ranks: gpt2 of tiktoken is two files in an older format, r50k_base one.
+        return "tiktoken", "r50k_base" if spec == "gpt2" else spec
     if spec and os.path.isfile(os.path.join(spec, MANIFEST_FILE)):
         return "corpus", Path(spec)
     if (os.path.isfile(spec) and spec.endswith(".json")) or (spec and os.path.isdir(spec)):
@@ -282,6 +282,9 @@ class HuggingFace(Tokenizer):
         what = f"{where}: {path} is not a valid tokenizer.json or folder of AutoTokenizer with a fast tokenizer"
         fix = "use a tokenizer.json, or a folder with tokenizer_config.json and a vocabulary (tokenizer.model: install sentencepiece)"
         with _one_line_of_library(what, fix):
+            for file in path.iterdir() if path.is_dir() else [path]:
+                if not file.is_dir():
+                    require_regular(file)
             if not path.is_dir():
                 return cls(path.read_text(encoding="utf-8"), end_of_text, where)
             from transformers import AutoTokenizer  # here, as it takes two seconds and only folders need it
