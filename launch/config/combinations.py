@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from launch.config.deepspeed_json import DeepSpeedJson
-from launch.config.deepspeed_schema import DTYPES, deepspeed_silenced
-from launch.config.deepspeed_schema import WITHOUT_EFFECT as WITHOUT_EFFECT
+from launch.config.deepspeed_schema import DTYPES, WITHOUT_EFFECT, deepspeed_silenced
 from launch.config.hardware import bf16_arithmetic
 from launch.config.ranks import ranks_of_host
 from model.accounting import block_tensors

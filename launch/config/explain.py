@@ -14,7 +14,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.deepspeed_json import defaults_left_open, leaves, value_at
 from launch.config.deepspeed_schema import DTYPES, deepspeed_silenced, quiet_deepspeed
 from launch.config.flags import EVALUATION, LENGTH, MODEL, RUN, flags_of
@@ -160,7 +159,7 @@ def _engine_values(config: RunConfig) -> list[tuple[str, Any]]:
     sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.ds_config, **config.techniques}
     values = [(dotted(path), _valued(value, config.origins.get(dotted(path), "default"))) for path, value in leaves(sections)]
     open_ends = defaults_left_open(config.ds_config)
-    values += [(path, _valued(value, "DeepSpeed's default")) for path, value in open_ends if path not in WITHOUT_EFFECT]
+    values += [(path, _valued(value, "DeepSpeed's default")) for path, value in open_ends]
     # Top-level values first, then section by section; the stable sort keeps defaults after written values.
     return sorted(values, key=lambda item: item[0].rpartition(".")[0].partition(".")[0])
 

@@ -98,10 +98,6 @@ def real_number(minimum: float, maximum: float = math.inf, above: bool = False, 
     return parse
 
 
-def _not_here(text: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(f"takes no value, and has {text!r}; give a file with --deepspeed_config")
-
-
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
 
 #: What a change of a value means. FIXED: it decides what the next step computes, so a resume must not change it. TRAINING: it changes the
@@ -266,7 +262,7 @@ OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     TECHNIQUE: {
         "deepspeed_config": {"metavar": "FILE", "help": "DeepSpeed JSON, for example one of ds_configs/"},
         # The switch of `deepspeed.add_config_arguments`, without effect. The Trainer of transformers takes the file here.
-        "deepspeed": {"nargs": "?", "type": _not_here, "help": argparse.SUPPRESS},
+        "deepspeed": {"nargs": "?", "help": argparse.SUPPRESS},
         "recipe": {"metavar": "DIR", "help": "a recipe folder: its JSON and its suggested flags; see recipes/README.md"},
         "set": {
             "metavar": "KEY=VALUE",

@@ -49,10 +49,6 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 GPT2_VOCAB_SIZE = 50_257
 
 
-#: Name of a flag, or dotted path of a value in the DeepSpeed JSON -> where the value came from, in a few words.
-Origins = dict[str, str]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(RunValues, RunSettings):
     """A resolved run, as data. Batch sizes count sequences, lengths and budgets count tokens.
@@ -64,7 +60,7 @@ class RunConfig(RunValues, RunSettings):
         cuda_only: the place of each key that is switched on and needs CUDA -> the least compute capability.
         notes: for the log and `--explain`.
         lacks: what the run needs and this machine does not have.
-        origins: where each value came from.
+        origins: name of a value, or dotted path in the DeepSpeed JSON -> where it came from, in a few words.
     """
 
     found_corpus: Corpus | None = field(repr=False, compare=False)
@@ -73,7 +69,7 @@ class RunConfig(RunValues, RunSettings):
     cuda_only: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
-    origins: Origins = field(default_factory=dict, repr=False, compare=False)
+    origins: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -314,7 +310,7 @@ def _check_weights_on_drive(ds_json: DeepSpeedJson, config: RunConfig) -> None:
 
 
 def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, shape: ModelShape, micro_batch: int) -> Corpus | None:
-    """The corpus. `--explain` works without one; what is wrong is then noted in `engine.lacks`.
+    """The corpus. `--explain` works without one; what is wrong is then noted in `ds_json.lacks`.
 
     Raises:
         DataError: it is missing, damaged or too small, and the run is to be trained.
@@ -333,11 +329,8 @@ def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, shape: ModelShape
         corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
         corpus.val.windows(shape.seq_len)
         if micro_batch > sequences:
-            ds_json.lack(
-                ("train_micro_batch_size_per_gpu",),
-                f"a micro-batch of {micro_batch:,} sequences is too large: the training text of {flags.data} has {sequences:,} sequences "
-                f"of {shape.seq_len} tokens; lower --micro_batch_size",
-            )
+            fix = f"the training text of {flags.data} has {sequences:,} sequences of {shape.seq_len} tokens; lower --micro_batch_size"
+            ds_json.lack(("train_micro_batch_size_per_gpu",), f"a micro-batch of {micro_batch:,} sequences is too large: {fix}")
     except DataError as reason:
         fault = f"{'' if Path(flags.data).is_dir() else '--data '}{reason}"
         if flags.explain is None:
@@ -348,12 +341,11 @@ def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, shape: ModelShape
 
 def _often_repeated(corpus: Corpus, data: str, total_tokens: int) -> list[str]:
     """A note on each group of the corpus on which the run trains more than MANY_EPOCHS times."""
-    notes = []
-    for group, (weight, tokens) in enumerate(zip(corpus.mixture, corpus.train.group_tokens(len(corpus.mixture)), strict=True)):
-        if weight * total_tokens > MANY_EPOCHS * tokens > 0:
-            which = f"its {tokens:,} tokens" if len(corpus.mixture) == 1 else f"the {tokens:,} tokens of source number {group + 1}"
-            notes.append(f"{data}: the run trains on each of {which} about {weight * total_tokens / tokens:,.0f} times")
-    return notes
+    groups = zip(corpus.mixture, corpus.train.group_tokens(len(corpus.mixture)), strict=True)
+    repeats = {number: weight * total_tokens / tokens for number, (weight, tokens) in enumerate(groups, 1) if tokens}
+    which = "each of its tokens" if len(repeats) == 1 else "the tokens of source number {}"
+    many = {number: times for number, times in repeats.items() if times > MANY_EPOCHS}
+    return [f"{data}: the run trains on {which.format(number)} {times:,.0f} times" for number, times in many.items()]
 
 
 def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
@@ -411,7 +403,7 @@ def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
     return [f"--{name} {str(value).lower()}" for name, value in wanted.items() if getattr(shape, name) != value]
 
 
-def _origins(ds_json: DeepSpeedJson, flags: argparse.Namespace) -> Origins:
+def _origins(ds_json: DeepSpeedJson, flags: argparse.Namespace) -> dict[str, str]:
     """The origin of each of the run's own values, and of each value of the JSON."""
     left_open = {
         **{name: one.origin.format_map(vars(flags)) for name, one in VALUES.items()},

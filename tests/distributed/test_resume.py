@@ -469,30 +469,16 @@ def test_a_finished_run_is_not_resumed_with_a_setting_that_no_step_would_use(fin
     RunFolder(finished, said | {"total_tokens": said["total_tokens"] + 1}, quiet=True).close()
 
 
-def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(run, one_rank, finished):
-    one_rank.train(run("--run_name", "rr", "--steps", "1", "--resume"))
-    first = (finished.parent / "rr" / "log.txt").read_text().splitlines()[0]
-    assert f"{finished.parent / 'rr'} is a new run; did you mean 'r'?" in first
-
-
 def description(resume: bool) -> dict[str, Any]:
     empty = {key: kind() for key, (kind,) in RUN_KEYS.items()}
     model = {"shape": vars(PRESETS["nano"].shape), "corpus": {"vocab_size": 1024}}
     return {**empty, **model, "created": "now", "resume": resume, "ranks": 1, "optimizer": {"type": "AdamW"}}
 
 
-@pytest.mark.parametrize(
-    ("here", "said"),
-    [
-        ({"vocab_size": 2048}, "vocab_size 2048, not 1024, other sources"),
-        ({"sources": ["a"]}, "the same sources, prepared differently"),
-    ],
-)
-def test_a_resume_with_another_corpus_says_what_differs(here, said, tmp_path):
-    corpus = {"path": "data/a", "vocab_size": 1024, "sources": ["a"]}
-    begin_run(tmp_path / "r", description(resume=False) | {"corpus": corpus})
-    other = {"path": "data/b", "vocab_size": 1024, "sources": ["b"]} | here
-    with pytest.raises(UsageError, match=f"--data data/b is not the corpus of this run, data/a: it has {said}; give the run's own"):
+def test_a_resume_with_another_corpus_is_refused(tmp_path):
+    begin_run(tmp_path / "r", description(resume=False) | {"corpus": {"path": "data/a", "vocab_size": 1024}})
+    other = {"path": "data/b", "vocab_size": 1024}
+    with pytest.raises(UsageError, match=r"--data data/b is not the corpus of this run, data/a: its text .* is another; give the"):
         RunFolder(tmp_path / "r", description(resume=True) | {"corpus": other, "corpus_fingerprint": "b"})
 
 

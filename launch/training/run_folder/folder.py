@@ -25,7 +25,7 @@ from data_pipeline.staging import remove_abandoned, remove_unfinished, write_ato
 from launch.config.explain import learning_rate
 from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
-from launch.errors import UsageError, nearest, print_once
+from launch.errors import UsageError, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, what_resume_does
 from launch.formats.files import refuse_links
 from launch.formats.metrics import read_metrics
@@ -65,12 +65,8 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: b
 
 def nothing_to_resume(path: Path) -> str:
     """The error message of `--resume=must` if the run in `path` has no checkpoint."""
-    what = "has no complete checkpoint" if path.exists() else f"no such run{_nearest_run(path)}"
+    what = "has no complete checkpoint" if path.exists() else "no such run"
     return f"--resume=must: {path}: {what}; give another --run_name, or --resume to start at step 0"
-
-
-def _nearest_run(path: Path) -> str:
-    return nearest(path.name, [run.parent.name for run in path.parent.glob("*/run.json") if run.parent != path])
 
 
 def open_run_folder(config: RunConfig, path: Path) -> RunFolder:
@@ -206,7 +202,7 @@ class RunFolder:
         if step:
             self.log(f"resuming after step {step}")
         elif config.resume:
-            new = f"; {self.path} is a new run{_nearest_run(self.path)}" if self._is_new else ""
+            new = f"; {self.path} is a new run" if self._is_new else ""
             self.log(f"no complete checkpoint to resume from: starting at step 0{new}", always=True)
         for line in lines:
             self.log(line)

@@ -95,9 +95,7 @@ def _other_run(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         yield f"this run has {has}, and the command {says}"
     if before["corpus_fingerprint"] != now["corpus_fingerprint"]:
         theirs, own = before["corpus"], now["corpus"]
-        found = [f"{key} {own.get(key)}, not {theirs.get(key)}" for key in ("vocab_size", "eot_id") if theirs.get(key) != own.get(key)]
-        what = "other sources" if theirs.get("sources") != own.get("sources") else "the same sources, prepared differently"
-        yield f"--data {own.get('path')} is not the corpus of this run, {theirs.get('path')}: it has {', '.join([*found, what])}"
+        yield f"--data {own.get('path')} is not the corpus of this run, {theirs.get('path')}: its text or its tokenizer is another"
 
 
 def _fixed_flags(description: dict[str, Any], sizes: list[str]) -> list[str]:
