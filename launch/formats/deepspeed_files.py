@@ -174,7 +174,8 @@ class DeepSpeedFiles:
         """
         for same in zip(*self._flats, strict=True):  # the parts of one group or sub-group
             for flat in same:
-                if list(flat.states) != list(same[0].states) or not _are_equal(flat.numbers, same[0].numbers):
+                # At stage 0 a parameter is one part, and its other states may be tensors.
+                if flat is not same[0] and not (list(flat.states) == list(same[0].states) and _are_equal(flat.numbers, same[0].numbers)):
                     raise UsageError(f"{self.checkpoint}: the optimizer's state differs between its parts; copy the checkpoint again")
                 for key, value in flat.states.items():
                     if value.numel() - flat.weights.numel() not in (0, flat.padding):
