@@ -74,14 +74,14 @@ class StepWork(NamedTuple):
         accumulation: micro-batches of the step.
         seq_len: tokens of a row.
         rows_per_sequence: number of rows that each sequence is cut into.
-        block_flops: the FLOPs of the blocks that run, divided by the FLOPs of one whole block; None if no technique skips any.
+        effective_blocks: how many whole blocks have the FLOPs of the blocks that run; None if no technique skips any.
     """
 
     micro_batch_size: int
     accumulation: int
     seq_len: int
     rows_per_sequence: int = 1
-    block_flops: float | None = None
+    effective_blocks: float | None = None
 
     @property
     def sequences(self) -> int:
@@ -233,12 +233,12 @@ class Technique:
         """Compute the schedule of optimizer step `step` (from 1), before its first micro-batch.
 
         `work` comes from the techniques before this one. Return it, changed if this technique changes the batch, the length of the rows or
-        the blocks that run. Steps come in any order, and before `attach` when a run is planned or explained.
+        the blocks that run. Steps come in any order, and before `attach` when a run is explained.
         """
         return work
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids to the rows that `on_step` planned."""
+        """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids to the rows of the step's `StepWork`."""
         return tokens
 
     def token_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -254,8 +254,8 @@ class Technique:
         """Read or change the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
 
         `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
-        CPU memory or NVMe. In fp16 the gradients are multiplied by `engine.optimizer.loss_scale`. `recipes.gradients.set_gradient` changes
-        them at every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before. Where an optimizer of the
+        CPU memory or NVMe. In fp16 the gradients are multiplied by `ds_engine.optimizer.loss_scale`.
+        `recipes.gradients.set_gradient` changes them at every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before. Where an optimizer of the
         1-bit family exchanges the momentum instead, the gradients are the rank's own.
         """
 

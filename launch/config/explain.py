@@ -28,7 +28,7 @@ from recipes.technique import steps_of_run
 
 #: The columns of the table over the run: percentages of its tokens.
 PERCENTS = (0, 25, 50, 75, 100)
-#: Longer runs plan several steps at a time.
+#: Longer runs are gone through several steps at a time.
 MAX_PLANNED_STEPS = 200_000
 DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
 #: The rows of a table of plans: the parts of a rank's memory, and what follows from them.
@@ -171,7 +171,7 @@ def _valued(value: Any, origin: str) -> dict[str, Any]:
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
     """The schedules' values at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without skipped blocks.
 
-    The techniques plan every step by `on_step` and `metrics`, or one of several steps in a very long run.
+    The techniques are asked for every step by `on_step` and `metrics`, or one of several steps in a very long run.
     """
     techniques = registry.make_techniques(config)
     marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
@@ -181,7 +181,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rate = learning_rate(config)
     stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
     for steps in steps_of_run(config, techniques, stride):
-        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.block_flops)
+        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.effective_blocks)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these
@@ -205,7 +205,7 @@ def learning_rate(config: RunConfig) -> Callable[[int, int], float]:
         schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
 
     def rate(step: int, tokens: int) -> float:
-        schedule.step(step)  # as the engine does, see launch/training/engine.py
+        schedule.step(step)  # step k, as in launch/training/deepspeed_fixes/resume.py
         return float(optimizer.param_groups[0]["lr"])
 
     return rate

@@ -141,6 +141,7 @@ class RunConfig(RunValues, RunSettings):
 
     def as_json(self) -> dict[str, Any]:
         """The configuration as `run.json` records it."""
+        # The shape has what the architecture sets.
         names = [
             one.name for cls in (RunValues, RunSettings) for one in fields(cls) if one.name not in ("architecture", "shape", "ds_config")
         ]

@@ -87,7 +87,7 @@ class TrainingEngine:
     def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         """Accumulate the gradients of `loss`, one of `accumulation` micro-batches. After the last one, clip and update.
 
-        A technique may plan a step with another number of micro-batches than DeepSpeed's JSON has.
+        A technique may make a step of another number of micro-batches than DeepSpeed's JSON has.
 
         Returns `step_loss`.
 

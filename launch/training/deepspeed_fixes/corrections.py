@@ -4,8 +4,11 @@ A probe runs DeepSpeed's own code at start-up and returns whether it has the bug
 the corrections that were applied are logged. A correction without a probe (None) is always applied where it is listed: it replaces what
 DeepSpeed does by something that is right or faster in any case.
 
-The bugs were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows each one with and without its correction. To
-remove a correction, delete its line here and its functions.
+They are applied in this order: a probe sees what the ones before it have corrected.
+
+The bugs were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows those with a probe, with and without their
+correction. To remove one, delete its line here, its functions, its entry in `tests/distributed/correction_jobs.py` and its row in
+`docs/deepspeed-faults.md`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class MetricsWriter:
     """Opens the files of the run in `folder`, which starts or continues after `step`.
 
     Args:
-        engine: the engine's JSON, of which the sections in `launch.training.run_folder.monitors.SECTIONS` are used.
+        ds_config: the engine's JSON, of which the sections in `launch.training.run_folder.monitors.SECTIONS` are used.
         run_id: the id in `run.json`.
 
     Attributes:
@@ -30,7 +30,7 @@ class MetricsWriter:
         notes: lines for the log.
     """
 
-    def __init__(self, folder: Path, step: int, engine: dict[str, Any], run_id: str | None):
+    def __init__(self, folder: Path, step: int, ds_config: dict[str, Any], run_id: str | None):
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and only global rank 0 needs it
 
         self.notes: list[str] = []
@@ -41,9 +41,9 @@ class MetricsWriter:
         self.lr_before: float | None = next(filter(is_finite_number, rates), None)
         self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         threading.excepthook = _ignore_tensorboard_thread
-        folders = (folder, monitor_folder(engine, "tensorboard", folder))
+        folders = (folder, monitor_folder(ds_config, "tensorboard", folder))
         self._events: list[Any] = [SummaryWriter(str(one), purge_step=step + 1 if step else 0) for one in folders if one]
-        self._monitors = Monitors(engine, folder, run_id, kept, cut)
+        self._monitors = Monitors(ds_config, folder, run_id, kept, cut)
 
     def _cut_back(self, file: Path, step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Move the lines of the steps after `step`, which will be repeated, to `<file>.cut`.

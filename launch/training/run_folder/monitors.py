@@ -30,26 +30,26 @@ WANDB_FINISH_SECONDS = 30.0
 Monitor = tuple[Callable[[dict[str, Any]], Any], Callable[[], Any]]
 
 
-def monitor_folder(engine: dict[str, Any], name: str, run: Path) -> Path | None:
+def monitor_folder(ds_config: dict[str, Any], name: str, run: Path) -> Path | None:
     """The folder of the files of "tensorboard" or "csv_monitor"; None if that section is off.
 
     It is `output_path/job_name`, as in DeepSpeed. Without `output_path` it is in the run's folder; without `job_name` it has the section's
     name there, and the run's name elsewhere.
     """
-    section = engine.get(name) or {}
+    section = ds_config.get(name) or {}
     if not section.get("enabled"):
         return None
     output = section.get("output_path")
     return Path(output or run) / (section.get("job_name") or (run.name if output else name))
 
 
-def check_monitors(engine: dict[str, Any], run: Path) -> None:
+def check_monitors(ds_config: dict[str, Any], run: Path) -> None:
     """Refuse a new run whose CSV files would replace those of another one, and CSV files that are links. Creates nothing.
 
     Raises:
         UsageError: the folder of "csv_monitor" holds such files.
     """
-    folder = monitor_folder(engine, "csv_monitor", run)
+    folder = monitor_folder(ds_config, "csv_monitor", run)
     if folder:
         refuse_links(folder)
     if folder and not (run / "run.json").exists() and any(folder.glob("*.csv")):

@@ -15,9 +15,8 @@ from model.presets import FIELDS, SIZES
 
 #: The kinds, as in `launch.config.flags`, of the entries of a `run.json` that are no values of the run; others are TRAINING.
 OTHER_KINDS = dict.fromkeys(("created", "command", "interleaved", "finished", "run_id", "resumes"), START)
-OTHER_KINDS |= dict.fromkeys(
-    ("commit", "machine", "corpus", "histogram_every", "block_similarity"), RECORD
-)  # the last two: earlier versions
+#: The last two are of earlier versions.
+OTHER_KINDS |= dict.fromkeys(("commit", "machine", "corpus", "histogram_every", "block_similarity"), RECORD)
 
 
 def kind_of(key: str) -> str:
@@ -50,7 +49,7 @@ def resume_description(
     changes = [
         f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
         for key, value in without_defaults(description).items()
-        if kind_of(key) not in (START, INITIAL)
+        if kind_of(key) not in (START, INITIAL) and (key in before or key not in VALUES)  # else an earlier version had no such value
         for name, old, new in differences(key, last.get(key), value)
     ]
     of_start = ("created", "command", "interleaved", "commit")
