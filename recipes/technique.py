@@ -255,8 +255,8 @@ class Technique:
 
         `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
         CPU memory or NVMe. In fp16 the gradients are multiplied by `ds_engine.optimizer.loss_scale`.
-        `recipes.gradients.set_gradient` changes them at every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before. Where an optimizer of the
-        1-bit family exchanges the momentum instead, the gradients are the rank's own.
+        `recipes.gradients.set_gradient` changes them at every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm
+        from before. Where an optimizer of the 1-bit family exchanges the momentum instead, the gradients are the rank's own.
         """
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
