@@ -297,7 +297,7 @@ def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
 
 def forest_rows(cells: list[Published]) -> list[tuple[str, str, Pair]]:
     """A row for each recipe that claims more than an equal loss, on its largest measured testbed, grouped by what it claims."""
-    largest = {one.recipe.name: one for one in sorted(cells, key=_tokens) if one.pair}
+    largest = {one.recipe.name: one for one in sorted(cells, key=_tokens, reverse=True)[::-1] if one.pair}  # of equal ones the first
     rows = []
     for name, one in sorted(largest.items()):
         claims = [claim for experiment in one.recipe.experiments.values() for claim in experiment.claims]

@@ -105,23 +105,25 @@ def mean(name: str, values: Sequence[float]) -> str:
 
 
 def answer(comparison: Comparison) -> str:
-    """What was found, in a sentence: of several pairs, of the one with the lowest loss."""
+    """What was found, in a sentence: of several pairs, of the one with the largest clear gain."""
     if not comparison.pairs:
         return "Nothing was compared."
     count = len(comparison.pairs)
     if count == 1:
         return _answer(comparison.pairs[0])
-    gaps = {gap.mean: pair for pair in comparison.pairs if (gap := estimate(pair.figures, LOSS_COLUMN))}
-    return f"Of {count} comparisons, the largest gain: {_answer(gaps[min(gaps)])}" if gaps else f"{count} comparisons."
+    gaps = {gap.mean: pair for pair in comparison.pairs if (gap := estimate(pair.figures, LOSS_COLUMN)) and (gap.high or gap.mean) < 0}
+    return f"Of {count} comparisons, the largest gain: {_answer(gaps[min(gaps)])}" if gaps else f"None of {count} ends at a lower loss."
 
 
 def _answer(pair: Pair) -> str:
     """Which side of a pair ends at the lower loss and by how much, and how long the same tokens take."""
-    control = "its control" if pair.recipe else pair.control.name
-    loss, time = (estimate(pair.figures, heading) for heading in (LOSS_COLUMN, TIME_COLUMN))
+    control = pair.control.name
+    loss, time = (estimate(pair.published_figures, heading) for heading in (LOSS_COLUMN, TIME_COLUMN))
     if loss is None:
         return f"{pair.name} and {control} have no seed in common whose losses can be compared."
     gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if round(loss.mean, 4) else "at the same loss as"
+    if loss.low is not None and loss.high is not None and loss.low <= 0 <= loss.high:
+        gap = f"{gap}, which the seeds do not tell from 0," if round(loss.mean, 4) else gap
     interval = (
         "one seed, which shows no noise" if loss.low is None or loss.high is None else f"95%: {signed(loss.low)} to {signed(loss.high)}"
     )
@@ -184,7 +186,7 @@ def spread(gaps: Mapping[int, float]) -> str:
 
 
 def ranking(comparison: Comparison) -> Table:
-    """All sides with the lowest loss first; those of a testbed together."""
+    """All sides with the lowest loss first; those of a testbed together. Without times of runs that were not interleaved."""
     places = {id(side): pair.testbed.name for pair in comparison.pairs if pair.testbed for side in (pair.control, pair.side)}
     pairs = {id(pair.side): pair for pair in reversed(comparison.pairs)}
     rows: list[tuple[str, float, list[str]]] = []
@@ -193,7 +195,7 @@ def ranking(comparison: Comparison) -> Table:
         name = pair.name if pair else f"{side.name} (control)" if comparison.pairs else side.name
         losses = [run.measures[LOSS] for run in side.by_seed().values() if LOSS in run.measures]
         signs = " ".join(f"{SIGNS[one.outcome]} {one.claim.label}" for one in pair.verdicts) if pair else ""
-        cells = [cell(pair.figures if pair else {}, heading) for heading in COLUMNS]
+        cells = [cell(pair.published_figures if pair else {}, heading) for heading in COLUMNS]
         row = [f"{name} on {place}" if len({*places.values()}) > 1 else name, mean(LOSS, losses), *cells, _rates(side), signs or "–"]
         rows.append((place, float(np.mean(losses)) if losses else math.inf, row))
     table = [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
