@@ -34,7 +34,7 @@ from launch.training.observers import Observer, Observers
 from launch.training.ranks.signals import StopRequest, exit_code
 from launch.training.run_folder.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume, open_run_folder
 from launch.training.run_folder.monitors import check_monitors
-from recipes.registry import make_techniques
+from recipes import registry
 from recipes.technique import whole_step
 
 if TYPE_CHECKING:  # imports torch and DeepSpeed
@@ -185,7 +185,7 @@ def set_up(
     collectives = start_ranks()
     path = Path(config.runs_dir) / config.run_name
     check_shared(path, collectives)
-    engine = start_engine(config, make_techniques(config), collectives)
+    engine = start_engine(config, registry.make_techniques(config), collectives)
     checkpoints = Checkpoints(
         path / "checkpoints",
         config.keep,

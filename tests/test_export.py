@@ -126,7 +126,7 @@ def test_the_card_names_no_folder_of_the_machine_and_all_commits(run, tmp_path):
         (["DIR/there", "--out", "DIR/new"], "config.json: cannot be read"),
         (["FOLDER", "--out", "DIR/new", "--data", "x"], "--data x: is for a run, and"),
         (["FOLDER", "--out", f"DIR/{'x' * 300}"], "File name too long"),
-        (["LARGE", "--out", "DIR/a/b", "--dtype", "fp16"], "h.1.mlp.c_fc.weight holds values beyond the range of torch.float16"),
+        (["LARGE", "--out", "DIR/new", "--dtype", "fp16"], "h.1.mlp.c_fc.weight holds values beyond the range of torch.float16"),
         (["UNREADABLE", "--out", "DIR/new"], "metrics.jsonl: Is a directory"),
     ],
 )

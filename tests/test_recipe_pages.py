@@ -347,22 +347,6 @@ def test_figures_of_time_are_only_shown_for_interleaved_runs(tree, make):
         assert "final validation loss (nats)" in text
 
 
-def test_a_testbed_that_was_not_tuned_is_not_published(tree, make):
-    command = r"run python launch/compare\.py --tune --testbed nano-0\.5M --publish"
-    write_tuning(tree, lr=0.004)
-    with pytest.raises(UsageError, match=rf"tuning\.json has \{{.*'lr': 0.004.*\}}, used are \{{.*'lr': {LR}.*\}}; {command}"):
-        publish.publish(make())
-    (tree / "recipes" / "testbeds" / TESTBED / "tuning.json").unlink()
-    with pytest.raises(UsageError, match=rf"tuning\.json has None, used are .*; {command}"):
-        publish.publish(make())
-    write_tuning(tree, lr=LR, others=(2 * LR,))
-    with pytest.raises(UsageError, match="must train with the best values of a sweep on this testbed, inside its grid"):
-        publish.publish(make())
-    assert not (tree / "recipes" / RECIPE / "results.json").exists()
-    write_tuning(tree, lr=LR, others=(LR / 2, 2 * LR))
-    publish.publish(make())
-
-
 def test_a_diverged_run_is_published(tree, make):
     publish.publish(make(diverged=3))
     assert entry(tree)["recipe"][2]["measures"]["final_val_loss"] is None

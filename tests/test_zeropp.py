@@ -77,7 +77,7 @@ def test_what_is_sent_and_kept_is_planned():
 
 
 def test_it_is_explained_anywhere_and_trained_on_cuda(corpus, tmp_path, monkeypatch):
-    assert explained("--ranks", "16")["needs"] == [f"'{ZERO}.zero_quantized_weights' needs CUDA"]
+    assert explained("--ranks", "16")["needs"][0].endswith(f"'{ZERO}.zero_quantized_weights' needs CUDA")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     line = helpers.refused_start(tmp_path / "runs", "--recipe", "recipes/zeropp", "--data", corpus)
     assert f"'{ZERO}.zero_quantized_weights' needs CUDA, and this is a cpu; leave it out" in line

@@ -163,7 +163,7 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]])
     for trial in (trial for trials in batches for trial in trials):
         trial.check_folder(runs_dir / trial.name)
     failures = _train(flags, batches, runs_dir)
-    names = sorted({trial.name for trials in batches for trial in trials})
+    names = dict.fromkeys(trial.name for trials in batches for trial in trials)
     return {name: read_run(runs_dir / name) for name in names if (runs_dir / name / "run.json").exists()}, failures
 
 

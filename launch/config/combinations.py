@@ -173,7 +173,7 @@ def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, cl
     """
     precision = _precision(ds_json)
     if ds_json.get("zero_optimization") is None:
-        ds_json.fill(("zero_optimization",), {}, "DeepSpeed's default")
+        ds_json.fill(("zero_optimization",), {}, "DeepSpeed's default", replace=True)
     ds_json.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
     values = ds_json.by_path()
     found = [(path, f"{why}; leave it out") for path, (harmless, why) in REFUSED.items() if values.get(path) not in harmless]

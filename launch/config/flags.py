@@ -261,8 +261,6 @@ _size = whole_number(1, 100_000)
 OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     TECHNIQUE: {
         "deepspeed_config": {"metavar": "FILE", "help": "DeepSpeed JSON, for example one of ds_configs/"},
-        # The switch of `deepspeed.add_config_arguments`, without effect. The Trainer of transformers takes the file here.
-        "deepspeed": {"nargs": "?", "help": argparse.SUPPRESS},
         "recipe": {"metavar": "DIR", "help": "a recipe folder: its JSON and its suggested flags; see recipes/README.md"},
         "set": {
             "metavar": "KEY=VALUE",

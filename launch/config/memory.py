@@ -26,7 +26,7 @@ from launch.config.optimizer import state_tensors
 from launch.formats.sub_groups import sub_group_sizes
 from model.accounting import LOSS_ROWS, WIDTH, model_tensors
 from model.presets import NORM_SIZES, GPTConfig
-from recipes.registry import make_techniques
+from recipes import registry
 from recipes.technique import Techniques
 
 if TYPE_CHECKING:  # it imports this module
@@ -116,14 +116,14 @@ class RankSizes:
     checkpoints: int
 
     @cached_property
+    def techniques(self) -> Techniques:
+        return registry.make_techniques(self.run)
+
+    @cached_property
     def zero(self) -> dict[str, Any]:
         """The section `zero_optimization`, with DeepSpeed's defaults for missing keys."""
         keys = deepspeed_schema().keys["zero_optimization"]["keys"]
         return {key: rule.get("default") for key, rule in keys.items()} | self.run.ds_config["zero_optimization"]
-
-    @cached_property
-    def techniques(self) -> Techniques:
-        return make_techniques(self.run)
 
     @property
     def stage(self) -> int:

@@ -8,8 +8,10 @@ DeepSpeed dropped the section after 0.19.6.
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_left, bisect_right
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -45,6 +47,13 @@ def length_at(step: int, section: dict[str, Any]) -> int:
 
 def stages(section: dict[str, Any]) -> list[tuple[int, int]]:
     """(first step, length) of every length that a resolved section goes through, in order; a compiled model compiles as many shapes."""
+    return _stages(json.dumps(section))
+
+
+@cache
+def _stages(text: str) -> list[tuple[int, int]]:
+    """`stages`, kept: a schedule of millions of lengths takes seconds."""
+    section = json.loads(text)
     schedule = section["schedule_config"]
     if section["schedule_type"] == "fixed_discrete":
         firsts, lengths = [1, *(last + 1 for last in schedule["max_step"])], schedule["difficulty"]

@@ -167,7 +167,7 @@ def test_dropout_draws_other_masks_for_each_seed_step_micro_step_and_rank():
     """And the same ones again in a resumed run."""
 
     class Drawing(SimpleNamespace):
-        training = True
+        module = SimpleNamespace(training=True)
 
         def __call__(self, *_: torch.Tensor) -> torch.Tensor:
             return torch.rand(4)
@@ -363,8 +363,8 @@ def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(run, finish
     before = files_of(finished)
     others = ["--seed", "7", "--n_layer", "3", "--global_batch_size", "8", "--no_cross_document"]
     done = run_script("launch/pretrain.py", *run(*others, "--resume", config="zero3_fp32"))
-    theirs = "--seed 1, --global_batch_size 4, --n_layer 2, no --no_cross_document"
-    own = "--seed 7, --global_batch_size 8, --n_layer 3, --no_cross_document"
+    theirs = "no --no_cross_document, --global_batch_size 4, --seed 1, --n_layer 2"
+    own = "--no_cross_document, --global_batch_size 8, --seed 7, --n_layer 3"
     said = f"{finished}: this run has {theirs}, and the command {own}; give the run's own values, or another --run_name"
     assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
     assert files_of(finished) == before

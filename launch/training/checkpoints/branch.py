@@ -24,7 +24,7 @@ from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, stat
 from launch.formats.metrics import by_step, parse_line, read_run_json, split_lines
 from launch.training.run_folder.metrics_writer import METRICS_FILE
 from launch.training.run_folder.run_json import differences, parse_change, resume_description, starts_of
-from recipes.registry import make_techniques, technique_classes
+from recipes import registry
 from recipes.technique import Declaration, Techniques, steps_of_run
 
 
@@ -135,7 +135,7 @@ def _may_differ(key: str, there: Any, here: Any) -> bool:
         return {there, here} <= {None, *VALUES[section].same_steps}
     if section != "techniques":
         return key != "engine.gradient_clipping" and (section != "optimizer" or names == ["params", "lr"])
-    declared = next((cls.declaration for cls in technique_classes() if cls.declaration.section == names[0]), Declaration())
+    declared = next((cls.declaration for cls in registry.technique_classes() if cls.declaration.section == names[0]), Declaration())
     rule: dict[str, Any] = {"keys": {**declared.keys, "enabled": {"auto": "reported"}}}  # without "enabled", a section is on as well
     for name in names[1:]:
         rule = rule.get("keys", {}).get(name, {})
@@ -160,7 +160,7 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
         lines: the metrics of that run.
         samples: its position in the data. `--spike_rule rewind` leaves data out, and cuts the lines that would show it.
     """
-    techniques = Techniques(member for member in make_techniques(config).members if member.declaration.section)
+    techniques = Techniques(member for member in registry.make_techniques(config).members if member.declaration.section)
     recorded = {line["step"]: line for line in by_step(lines)}
     assert config.token_schedule is not None, "_check_decay refuses others"
     where, planned = f"--branch_from {config.branch_from}", 0
