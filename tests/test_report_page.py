@@ -112,7 +112,7 @@ def test_the_first_screen_says_which_is_better_by_how_much_and_at_what_cost(page
     out, comparison = judged
     page.open(out, width)
     assert page.text("h1") == tables.answer(comparison)
-    assert page.text("h1").startswith("Of 2 comparisons, the largest gain: LAMB ends 0.3000 nats below its control on nano-0.5M (95%: ")
+    assert page.text("h1").startswith("Of 2 comparisons, the largest gain: LAMB ends 0.3000 nats below zero0_bf16 on nano-0.5M (95%: ")
     assert "a token takes " in page.text("h1")
     heads, *rows = page.rows("Ranking")
     assert heads == ["", "final loss (nats)", *[*tables.COLUMNS], "learning rate", "claims"]

@@ -114,7 +114,7 @@ def test_wrong_value_of_a_flag(flag, faults):
         ),
         (["--global_batch_size", "999999999998", "--micro_batch_size", "7777777777"], "or --micro_batch_size 2969 or 168406871"),
         (["--lr", "0.1", "--set", "optimizer.params.lr=0.2"], "lr is 0.2, but --lr is 0.1; leave --set out or leave the flag out"),
-        (["--deepspeed", "ds.json"], "did you mean '--deepspeed_config'?"),
+        (["--deepspeed", "ds.json"], "unknown argument 'ds.json'"),
         (["--steps", "1e12", "--global_batch_size", "1e8"], "more than 10^18 tokens"),
         (["--set", "gradient_clipping"], "must be KEY=VALUE"),
         (["--set", "gradient_clipping="], "must be KEY=VALUE"),

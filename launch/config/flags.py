@@ -143,7 +143,7 @@ def value(
     return field(metadata={"value": Value(kind, group, flag, origin, local, same_steps)})
 
 
-_positive, _natural = whole_number(1), whole_number(0)
+_positive, _natural, _size = whole_number(1), whole_number(0), whole_number(1, 100_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,11 +256,11 @@ class RunValues:
 
 #: The values of `RunValues` by name.
 VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(RunValues)}
-_size = whole_number(1, 100_000)
 #: The other flags: the fields of the model, and what becomes part of another value.
 OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     TECHNIQUE: {
         "deepspeed_config": {"metavar": "FILE", "help": "DeepSpeed JSON, for example one of ds_configs/"},
+        "deepspeed": {"action": "store_true", "help": argparse.SUPPRESS},  # the switch of `deepspeed.add_config_arguments`
         "recipe": {"metavar": "DIR", "help": "a recipe folder: its JSON and its suggested flags; see recipes/README.md"},
         "set": {
             "metavar": "KEY=VALUE",
