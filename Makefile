@@ -46,7 +46,7 @@ pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_c
 # tests/distributed takes longest and comes first.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)  ## the tests (13 to 30 minutes on two cores)
+test: $(INSTALLED)  ## the tests (about 15 minutes on two cores)
 	$(BIN)/python -m pytest -m "not long" $(PARALLEL)
 
 test_all: $(INSTALLED)  ## the tests with the long grids
