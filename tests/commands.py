@@ -13,7 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "transformers", "deepspeed", "scipy.stats", "matplotlib.figure"])
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "torch.utils.tensorboard", "transformers", "deepspeed", "scipy.stats", "matplotlib.figure", "tests.distributed.jobs"]
+)
 
 
 def run_script(

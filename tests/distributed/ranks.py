@@ -107,6 +107,9 @@ def _serve(rank: int, size: int, device: str, port: int, pipe: Connection) -> No
     remember_engine_as_shipped()
     import torch
 
+    from launch.training.run_folder import picture
+
+    picture.draw_loss = lambda lines, file, *_: file.touch()  # a third of a small run's time
     linear = torch.nn.functional.linear
     while True:
         try:

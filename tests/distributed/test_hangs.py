@@ -18,7 +18,7 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from launch.training.engine import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, UPDATE
 from launch.training.ranks.heartbeat import PLACES, START, Beat, Heartbeat, _behind
 from launch.training.ranks.interleaving import VARIABLE
-from tests.distributed.launched import TINY, LaunchedRun, curve
+from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.test_restarts import TorchRun
 
 STEPS = 24
@@ -31,10 +31,19 @@ def flags(corpus: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(two_ranks, flags, tmp_path_factory) -> list[tuple[int, float]]:
-    runs = ["--deepspeed_config", "ds_configs/zero2_fp32.json", "--runs_dir", str(tmp_path_factory.mktemp("whole")), "--run_name", "r"]
-    lines = two_ranks.train([*runs, *TINY, *flags])
-    return [(line["step"], line["loss"]) for line in lines]
+def finish(two_ranks, flags) -> Callable[..., list[tuple[int, float]]]:
+    """Trains the run to its end on the pool's two ranks; its curve."""
+
+    def run(runs: Path, *more: str) -> list[tuple[int, float]]:
+        folder = ["--deepspeed_config", "ds_configs/zero2_fp32.json", "--runs_dir", str(runs), "--run_name", "r"]
+        return [(line["step"], line["loss"]) for line in two_ranks.train([*folder, *TINY, *flags, *more])]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(finish, tmp_path_factory) -> list[tuple[int, float]]:
+    return finish(tmp_path_factory.mktemp("whole"))
 
 
 def deepspeed(runs: Path, name: str, flags: list[str]) -> LaunchedRun:
@@ -54,7 +63,9 @@ def torchrun(runs: Path, name: str, flags: list[str]) -> LaunchedRun:
         pytest.param(torchrun, 1, marks=pytest.mark.long),
     ],
 )
-def test_a_stopped_rank_ends_the_job_which_names_it(launcher: Callable[..., LaunchedRun], rank: int, flags, uninterrupted, tmp_path):
+def test_a_stopped_rank_ends_the_job_which_names_it(
+    launcher: Callable[..., LaunchedRun], rank: int, flags, finish, uninterrupted, tmp_path
+):
     run = launcher(tmp_path, "r", [*flags, "--hang_timeout", str(TIMEOUT)]).wait_for_step(2)
     stopped = run.rank(rank)  # found first, because the search may take longer than a step
     run.wait_for_step(14)
@@ -71,10 +82,8 @@ def test_a_stopped_rank_ends_the_job_which_names_it(launcher: Callable[..., Laun
     assert run.last_step() - 1 <= int(found[4]) <= run.last_step() + 1
     assert line.endswith("--resume continues from step-00000010")
     assert (f"error: rank {rank} (" in (run.folder / "log.txt").read_text()) == (rank != 0)  # rank 0 writes the log
-    resumed = launcher(tmp_path, "r", [*flags, "--resume"])
-    assert resumed.wait() == 0, resumed.output()
+    assert finish(tmp_path, "--resume") == uninterrupted
     assert "resuming after step 10" in (run.folder / "log.txt").read_text()
-    assert curve(resumed) == uninterrupted
 
 
 def beat(ticks: int, beats: int, place: str = FORWARD, may_be_long: bool = False) -> Beat:

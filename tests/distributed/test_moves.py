@@ -133,9 +133,9 @@ MOVES = [
     ("gpt2", [], L(2, 2), L(3, 2), OFFLOADED_WEIGHTS),
 ]
 QUICK_MOVES = [
-    *(("gpt2", [], *move, []) for move in QUICK),
+    *(("gpt2", [], *move, []) for move in QUICK[1:]),
     ("qwen3", [], *QUICK[0], []),
-    *(("gpt2", MUON, *move, []) for move in MUON_MOVES[:2]),
+    ("gpt2", MUON, *MUON_MOVES[0], []),
     MOVES[-1],
 ]
 

@@ -91,8 +91,9 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("kind", TABLES)
-@pytest.mark.parametrize("recipe", ["batch_size_warmup", "curriculum_learning"])
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [*(("batch_size_warmup", kind) for kind in TABLES), ("curriculum_learning", "WarmupCosineTokens")]
+)
 def test_the_rate_follows_the_tokens_of_steps_of_unequal_size(recipe, kind, one_rank, corpus, tmp_path):
     flags = ["--recipe", f"recipes/{recipe}", *TINY, "--data", str(corpus), "--steps", str(STEPS), "--warmup_steps", "2", "--lr", str(PEAK)]
     flags += ["--set", f"scheduler.type={kind}", "--eval_every", "0", "--save_every", "6", "--runs_dir", str(tmp_path), "--run_name", "r"]

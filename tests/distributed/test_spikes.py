@@ -14,11 +14,11 @@ from launch.training.spikes import DEVIATIONS, LIMIT, Window
 from tests.helpers import losses, refusal, resumed_after
 
 MODEL = "--n_layer 2 --n_head 2 --d_model 32 --seq_len 32 --micro_batch_size 2 --global_batch_size 4 --eval_every 0"
-TRAINING = "--steps 160 --save_every 70 --lr 1e-2 --min_lr 1e-2 --warmup_steps 10"
+TRAINING = "--steps 90 --save_every 35 --lr 1e-2 --min_lr 1e-2 --warmup_steps 10"
 FLAGS = [*MODEL.split(), *TRAINING.split()]
 #: The steps whose batches are garbage: two in succession.
-GARBAGE = (145, 146)
-SAMPLES = (144 * 4, 146 * 4)
+GARBAGE = (75, 76)
+SAMPLES = (74 * 4, 76 * 4)
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ def test_the_norm_of_a_skipped_step_is_that_of_its_gradients(train):
 )
 def test_a_rewound_run_is_bit_for_bit_the_run_without_these_batches(config, train, tmp_path):
     rewound = train("rewind", "--spike_rule", "rewind", config=config)
-    without = train("without", config=config, left_out=(140 * 4, SAMPLES[1]))
-    assert [line["step"] for line in rewound] == list(range(1, 161)) and spikes(rewound) == []
+    without = train("without", config=config, left_out=(70 * 4, SAMPLES[1]))
+    assert [line["step"] for line in rewound] == list(range(1, 91)) and spikes(rewound) == []
     assert losses(rewound) == losses(without)
     assert [line["grad_norm"] for line in rewound] == [line["grad_norm"] for line in without]
     log = (tmp_path / "rewind" / "log.txt").read_text()
-    assert log.count("rewound to step 140") == 2
+    assert log.count("rewound to step 70") == 2
 
 
 @pytest.mark.long
@@ -119,8 +119,8 @@ def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
     shutil.rmtree(complete_checkpoints(tmp_path / "r" / "checkpoints")[-1])
     (tmp_path / "r" / "metrics.jsonl").unlink()
     resumed = train("r", "--spike_rule", rule, "--resume")
-    assert resumed_after(tmp_path / "r") == 140
-    assert losses(resumed) == losses(whole)[140:] and spikes(resumed) == spikes(whole)
+    assert resumed_after(tmp_path / "r") == 70
+    assert losses(resumed) == losses(whole)[70:] and spikes(resumed) == spikes(whole)
 
 
 def test_a_checkpoint_of_an_earlier_version_begins_a_new_window(train, tmp_path):

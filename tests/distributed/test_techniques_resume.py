@@ -14,10 +14,7 @@ MEASURED = ("seconds", "tokens_per_second", "mfu", "memory")
 QUICK = [
     ("batch_size_warmup", "stage 2", "fp32", 15),
     ("curriculum_learning", "stage 2", "fp32", 15),
-    ("progressive_layer_drop", "stage 1", "fp32", 10),
     ("random_ltd, checkpointed", "stage 1", "fp32", 10),
-    ("lamb", "stage 0", "fp32", 15),
-    ("muon", "stage 0", "fp32", 15),
     ("muon", "stage 2", "fp32", 15),
     ("one_bit_lamb", "stage 0", "fp32", FREEZE + 7),
     ("zero_one_adam", "stage 0", "bf16", 20),
