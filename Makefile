@@ -42,11 +42,10 @@ pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_c
 	$(BIN)/deepspeed --log_level error --master_port $$port launch/pretrain.py $(if $(findstring --recipe,$(ARGS)),,--deepspeed_config \
 	  ds_configs/zero1_bf16.json $(if $(findstring --deepspeed_config,$(ARGS)),,--set bf16.enabled=auto)) --preset nano --data $(CORPUS) --run_name $$name $(ARGS)
 
-# Three processes, because tests often wait for other ranks or for imports. Each process gets whole files, in the order of the folders:
-# tests/distributed takes longest and comes first.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Each of two processes gets whole files, in the order of the folders: tests/distributed takes longest and comes first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)  ## the tests (about 15 minutes on two cores)
+test: $(INSTALLED)  ## the tests (about 10 minutes on two cores)
 	$(BIN)/python -m pytest -m "not long" $(PARALLEL)
 
 test_all: $(INSTALLED)  ## the tests with the long grids

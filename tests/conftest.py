@@ -123,7 +123,10 @@ def device(pytestconfig) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what runs on a GPU only."""
+    """Skip what runs on a GPU only. What only the gate runs is long."""
+    for item in items:
+        if item.get_closest_marker("gate"):
+            item.add_marker("long")
     if config.getoption("--device") == "cpu":
         for item in items:
             if item.get_closest_marker("cuda"):

@@ -73,6 +73,7 @@ def test_the_page_has_every_file_of_a_recipe():
     assert list(FILES) == [f"ds_configs/{NAME}.json", *(f"recipes/{NAME}/{file}" for file in ("technique.py", "recipe.json", "README.md"))]
 
 
+@pytest.mark.gate
 def test_the_index_picks_the_recipe_up(indexed):
     for page in ("README.md", "recipes/README.md"):
         assert f"{NAME}/README.md) |" in (indexed / page).read_text(encoding="utf-8")

@@ -107,13 +107,19 @@ def test_the_number_of_lengths_is_said_and_takes_no_walk_over_the_steps():
 @pytest.mark.parametrize(
     "flags",
     [
-        ("curriculum_learning", "--seq_len", "1000000", "--set", "curriculum_learning.schedule_config.total_curriculum_step=10000000"),
-        ("progressive_layer_drop", "--steps", "1000000000"),
         ("batch_size_warmup", "--tokens", "1000000000000000000"),
         *(
             pytest.param(flags, marks=pytest.mark.long)
             for flags in (
+                (
+                    "curriculum_learning",
+                    "--seq_len",
+                    "1000000",
+                    "--set",
+                    "curriculum_learning.schedule_config.total_curriculum_step=10000000",
+                ),
                 ("curriculum_learning", "--steps", "1000000000"),
+                ("progressive_layer_drop", "--steps", "1000000000"),
                 ("batch_size_warmup", "--global_batch_size", "1000000007"),
                 ("batch_size_warmup", "--global_batch_size", "1000000000", "--micro_batch_size", "1000000000"),
                 ("random_ltd", "--n_layer", "20000"),

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.commands import run_script
 
 
-def printed(code: str, **values: object) -> list[str]:
-    """What `code` prints in a process of its own, in which oneDNN has no product of bf16 or fp16."""
-    start = f"""
-        import torch
-        from launch.training.deepspeed_fixes import half_products
-        for name in ("bf16", "fp16"):
-            setattr(torch.ops.mkldnn, f"_is_mkldnn_{{name}}_supported", lambda: False)
-        half_products.train_on_cpu_in("bf16")
-        globals().update({values!r})
-        torch.manual_seed(0)
-        """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(start) + textwrap.dedent(code)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+@pytest.fixture
+def printed(tmp_path: Path) -> Callable[..., list[str]]:
+    """What code prints in a process of its own, in which oneDNN has no product of bf16 or fp16."""
+
+    def run(code: str, **values: object) -> list[str]:
+        start = f"""
+            import torch, warnings
+            from launch.training.deepspeed_fixes import half_products
+            warnings.simplefilter("error")
+            for name in ("bf16", "fp16"):
+                setattr(torch.ops.mkldnn, f"_is_mkldnn_{{name}}_supported", lambda: False)
+            half_products.train_on_cpu_in("bf16")
+            globals().update({values!r})
+            torch.manual_seed(0)
+            """
+        (file := tmp_path / "code.py").write_text(textwrap.dedent(start) + textwrap.dedent(code), encoding="utf-8")
+        done = run_script(str(file))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    return run
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products_are_those_of_fp32_rounded_once(dtype):
+def test_products_are_those_of_fp32_rounded_once(dtype, printed):
     code = """
         dtype = getattr(torch, dtype)
         a, b, c = (torch.randn(*shape).to(dtype) for shape in ((33, 40), (40, 65), (33, 65)))
@@ -57,7 +62,7 @@ def test_products_are_those_of_fp32_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_linear_layer_has_the_gradients_of_fp32_rounded_once(dtype):
+def test_a_linear_layer_has_the_gradients_of_fp32_rounded_once(dtype, printed):
     code = """
         def results(dtype, weight, bias, x):
             leaves = [one.to(dtype).detach().requires_grad_() for one in (weight, bias, x)]
@@ -75,7 +80,7 @@ def test_a_linear_layer_has_the_gradients_of_fp32_rounded_once(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_has_the_gradients_of_fp32_rounded_once(dtype, masked):
+def test_attention_has_the_gradients_of_fp32_rounded_once(dtype, masked, printed):
     code = """
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         dtype = getattr(torch, dtype)
@@ -95,7 +100,7 @@ def test_attention_has_the_gradients_of_fp32_rounded_once(dtype, masked):
     assert printed(code, dtype=dtype, masked=masked) == ["True"] * 3
 
 
-def test_fp32_keeps_the_kernels_of_torch():
+def test_fp32_keeps_the_kernels_of_torch(printed):
     code = """
         a, b = torch.randn(33, 40), torch.randn(40, 65)
         print(torch.allclose(a @ b, (a.double() @ b.double()).float(), atol=1e-5))
@@ -105,7 +110,7 @@ def test_fp32_keeps_the_kernels_of_torch():
     assert printed(code) == ["True", "True"]
 
 
-def test_deepspeed_accepts_fp16_in_runs_of_fp16_alone():
+def test_deepspeed_accepts_fp16_in_runs_of_fp16_alone(printed):
     """DeepSpeed's Muon computes in fp16 where the accelerator claims to support it."""
     code = """
         from deepspeed.accelerator import get_accelerator

@@ -74,11 +74,14 @@ def flags(name: str, corpus: Path, tmp_path: Path, *more: str) -> list[str]:
 
 
 #: These build an extension of DeepSpeed for minutes (CPU-Adam, async_io), or are of the grid, where others show the same.
-LONG = {"zero_offload", "zero_3_param_offload", "zero_infinity", *GRID} - {"zero1_bf16", "zero3_fp32", "zero0_fp16", "zero2_fp16"}
+LONG = {"zero_infinity", *GRID} - {"zero1_bf16", "zero3_fp32", "zero0_fp16", "zero2_fp16"}
+MARKS = {**dict.fromkeys(LONG, "long"), **dict.fromkeys(("zero_offload", "zero_3_param_offload"), "gate")}
 TRAINED = [file.stem for file in FILES if file.stem not in CUDA_ONLY]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in TRAINED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=getattr(pytest.mark, MARKS[name])) if name in MARKS else name for name in TRAINED]
+)
 def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks, request):
     text, changes = (ROOT / "ds_configs" / f"{name}.json").read_text(), []
     if "nvme" in text:

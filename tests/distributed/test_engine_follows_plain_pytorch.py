@@ -36,9 +36,13 @@ AT_STAGE_0 = ("lamb", "one_bit", "zero_one")
 
 
 def cells(every: Sequence[tuple[Any, ...]], quick: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """All of both; what is not quick is left to `make test_all`."""
+    """All of both; what is not quick is left to `make test_all`, and of that CPU offload of the plain GPT-2 to the gate."""
+
+    def mark(cell: tuple[Any, ...]) -> pytest.MarkDecorator:
+        return pytest.mark.gate if cell[:2] == ("plain", "gpt2") and "offloaded" in cell[2] else pytest.mark.long
+
     rest = [cell for place, cell in enumerate(every) if cell not in quick and cell not in every[:place]]
-    return [*quick, *(pytest.param(*cell, marks=pytest.mark.long) for cell in rest)]
+    return [*quick, *(pytest.param(*cell, marks=mark(cell)) for cell in rest)]
 
 
 @pytest.fixture

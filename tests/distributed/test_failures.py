@@ -109,23 +109,23 @@ def test_fp16_stops_at_the_minimum_loss_scale_with_a_checkpoint(stage, two_ranks
     assert "step 3: overflow in fp16 at loss scale 16, the update is skipped" in log
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
-    ("change", "ranks", "code", "said"),
+    ("change", "code", "said"),
     [
         (
             os.utime,
             1,
-            1,
             "train-00000.bin: changed since the run has opened it (its size, time of modification or inode); restore the corpus; ",
         ),
         pytest.param(
-            lambda file: os.truncate(file, 100), 2, 2, "train-00000.bin: truncated since it was opened; copy or", marks=pytest.mark.long
+            lambda file: os.truncate(file, 100), 2, "train-00000.bin: truncated since it was opened; copy or", marks=pytest.mark.long
         ),
     ],
 )
-def test_a_corpus_that_changes_while_a_run_trains_on_it_stops_the_run(change, ranks, code, said, corpus, tmp_path):
+def test_a_corpus_that_changes_while_a_run_trains_on_it_stops_the_run(change, code, said, corpus, tmp_path):
     copied = shutil.copytree(corpus, tmp_path / "corpus")
-    run = LaunchedRun(tmp_path / "runs", "r", 1, ranks, f"--data {copied} --steps 100000 --save_every 50 --eval_every 0".split())
+    run = LaunchedRun(tmp_path / "runs", "r", 1, 2, f"--data {copied} --steps 100000 --save_every 50 --eval_every 0".split())
     run.wait_until(lambda: bool(complete_checkpoints(run.folder / "checkpoints")))
     change(copied / "train-00000.bin")
     assert run.wait() == code, run.output()

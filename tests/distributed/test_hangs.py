@@ -57,7 +57,7 @@ def torchrun(runs: Path, name: str, flags: list[str]) -> LaunchedRun:
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [
-        (deepspeed, 1),
+        pytest.param(deepspeed, 1, marks=pytest.mark.gate),
         pytest.param(deepspeed, 0, marks=pytest.mark.long),
         pytest.param(torchrun, 0, marks=pytest.mark.long),
         pytest.param(torchrun, 1, marks=pytest.mark.long),

@@ -47,7 +47,7 @@ def expected(corpus, tmp_path_factory):
     return found
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_torchrun(expected, corpus, tmp_path):
     assert losses(["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())], corpus, tmp_path) == expected
 

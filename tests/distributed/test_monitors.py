@@ -114,6 +114,7 @@ def check(run: LaunchedRun) -> None:
 
 
 @needs_wandb
+@pytest.mark.gate
 def test_a_signal_and_a_resume_leave_one_run_with_every_row(corpus, tmp_path):
     run = start(tmp_path, flags(corpus)).wait_for_step(6)
     os.killpg(run.process.pid, signal.SIGTERM)
@@ -143,7 +144,7 @@ def test_a_kill_and_a_resume_leave_one_run_with_every_row(corpus, tmp_path):
 
 
 @needs_wandb
-@pytest.mark.long
+@pytest.mark.gate
 def test_a_failed_run_has_its_last_row(corpus, tmp_path):
     given = flags(corpus, "--deepspeed_config", "ds_configs/lamb.json", "--set", "optimizer.params.eps=1e-320")  # NaN weights in step 1
     run = start(tmp_path, given)

@@ -133,8 +133,7 @@ def test_a_signal_to_torchrun_leaves_a_checkpoint(number, launcher, flags, tmp_p
     assert run.starts() == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.gate), pytest.param(0, marks=pytest.mark.long)])
 def test_a_killed_rank_is_restarted(rank, flags, uninterrupted, tmp_path):
     run = TorchRun(tmp_path, "r", flags, restarts=1)
     assert kill_and_finish(run, [(rank, between_checkpoints)]) == uninterrupted

@@ -121,7 +121,10 @@ MOMENTS = [within_a_step, while_a_checkpoint_is_written]
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "moments"),
-    [(3, 2, MOMENTS[1:]), *(pytest.param(stage, ranks, MOMENTS, marks=long) for stage in (1, 3) for ranks in (1, 2))],
+    [
+        pytest.param(3, 2, MOMENTS[1:], marks=pytest.mark.gate),
+        *(pytest.param(stage, ranks, MOMENTS, marks=long) for stage in (1, 3) for ranks in (1, 2)),
+    ],
 )
 def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, run, of, pools, tmp_path):
     chance, more = random.Random(10 * stage + ranks), ["--steps", str(STEPS), "--eval_every", "9", "--keep", "2"]

@@ -78,7 +78,7 @@ def to_group(run: LaunchedRun) -> Callable[[int], None]:
         pytest.param(to_rank(0), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-0", marks=pytest.mark.long),
         pytest.param(to_rank(1), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-1"),
         pytest.param(to_rank(1), signal.SIGUSR2, REQUEUE, id="SIGUSR2-rank-1", marks=pytest.mark.long),
-        pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group", marks=pytest.mark.long),
+        pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group", marks=pytest.mark.gate),
         pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGHUP, 129, id="SIGHUP-group", marks=pytest.mark.long),
     ],
@@ -115,7 +115,7 @@ def test_a_signal_stops_the_evaluation_of_the_whole_split(two_ranks, corpus, tmp
     assert json.loads((tmp_path / "r" / "run.json").read_text())["finished"]["whole_val_loss"] > 0
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--global_batch_size", "16384"])
     run.wait_until(lambda: "a step" in run.output())

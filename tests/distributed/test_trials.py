@@ -77,6 +77,7 @@ def test_interleaved_runs_train_as_they_would_alone(ranks, corpus, tmp_path):
         assert numbers(tmp_path / "alone") == numbers(tmp_path / control.name)
 
 
+@pytest.mark.gate
 def test_parallel_runs_train_as_they_would_alone(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     first, second, third = (trials(corpus, 1, seed)[0] for seed in (1, 2, 3))
