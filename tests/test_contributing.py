@@ -75,15 +75,9 @@ def test_the_page_has_every_file_of_a_recipe():
 
 @pytest.mark.gate
 def test_the_index_picks_the_recipe_up(indexed):
-    for page in ("README.md", "recipes/README.md"):
-        assert f"{NAME}/README.md) |" in (indexed / page).read_text(encoding="utf-8")
-    before, after = (
-        "\n".join(line for line in (place / "README.md").read_text(encoding="utf-8").splitlines() if NAME not in line)
-        for place in (ROOT, indexed)
-    )
-    assert after == before, "the rest is as it was"
-    for page in (page for name in recipe_names() for page in (ROOT / "recipes" / name).glob("*.md")):
-        assert (indexed / page.relative_to(ROOT)).read_bytes() == page.read_bytes(), "so are the other recipes' pages and verdicts"
+    assert f"{NAME}/README.md) |" in (indexed / "recipes" / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *(page for name in recipe_names() for page in (ROOT / "recipes" / name).glob("*.md"))):
+        assert (indexed / page.relative_to(ROOT)).read_bytes() == page.read_bytes(), "other pages and verdicts are as they were"
 
 
 @pytest.mark.long

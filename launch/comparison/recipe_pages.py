@@ -189,12 +189,13 @@ def index_table(cells: list[Published]) -> str:
 
 
 def short_table(cells: list[Published]) -> str:
-    """The recipes for the project's README: what each does, and one figure for loss, step time, and memory or bytes."""
+    """The measured recipes for the project's README: what each does, and one figure for loss, step time, and memory or bytes."""
     by_tokens = sorted(cells, key=lambda one: -_tokens(one))
     rows = []
     for recipe in read_recipes():
         pairs = [one.pair for one in by_tokens if one.recipe.name == recipe.name and one.pair]
-
+        if not pairs:
+            continue
         found = ([tables.estimate(pair.published_figures, heading) for pair in pairs] for heading in COLUMNS)
         loss, time, memory, sent = (next(filter(None, of_pairs), None) for of_pairs in found)
         half = "" if loss is None or loss.high is None else f" ± {loss.high - loss.mean:.3f}"
