@@ -61,6 +61,8 @@ class RunConfig(RunValues, RunSettings):
         notes: for the log and `--explain`.
         lacks: what the run needs and this machine does not have.
         origins: name of a value, or dotted path in the DeepSpeed JSON -> where it came from, in a few words.
+        given: the flags that a start by the run's folder repeats.
+        last_json: what the DeepSpeed JSON held, before flags changed it.
     """
 
     found_corpus: Corpus | None = field(repr=False, compare=False)
@@ -70,6 +72,8 @@ class RunConfig(RunValues, RunSettings):
     notes: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     origins: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    given: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    last_json: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -241,6 +245,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         techniques={key: value for key, value in own.items() if claimed[key].declaration.is_on(value)},
         found_corpus=corpus,
         start=start,
+        given=flags.given,
+        last_json=ds_json.content,
     )
     config = _check_techniques(ds_json, config)
     _check_weights_on_drive(ds_json, config)
