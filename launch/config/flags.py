@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from launch.errors import UsageError, is_local_rank_0, nearest
 from launch.formats.checkpoint_files import checkpoint_at
 from launch.formats.metrics import read_run_json
-from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS
+from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS, SIZES
 from recipes.registry import Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MOST_STEPS_UNSAVED = 1_000
 #: `--resume=must` refuses to start without a checkpoint; plain `--resume` then starts at step 0.
 MUST = "must"
 #: Flags of one start: `--resume FOLDER` does not repeat them.
-OF_ONE_START = {"help", "resume", "explain", "local_rank", "deepspeed", "run_name", "runs_dir", "branch_from", "ranks", "quiet"}
+OF_ONE_START = {"help", "resume", "explain", "local_rank", "deepspeed", "run_name", "runs_dir", "branch_from", "ranks", "quiet", "profile"}
 #: Flags that are paths, which hold also where the run is continued from another folder.
 PATHS = {"deepspeed_config", "recipe", "data", "init_from"}
 #: Flags that replace each other.
@@ -104,6 +104,13 @@ def real_number(minimum: float, maximum: float = math.inf, above: bool = False, 
         return value
 
     return parse
+
+
+def profiled(text: str) -> str:
+    """A type for argparse: the value of --profile, as it is written."""
+    if re.fullmatch(r"([1-9]\d{0,11}:[1-9]\d{0,11}|memory)(:all)?", text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be START:COUNT or memory, with :all for all ranks, such as 10:3 or memory:all")
+    return text
 
 
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +211,8 @@ class RunValues:
         INITIAL,
         local=True,
         metavar="DIR",
-        help="start from a Hugging Face folder of the same architecture and sizes: an exported run, or a published GPT-2, Llama or Qwen3",
+        help="start from the model in a Hugging Face folder, whose config.json sets architecture and sizes: an exported run or a published "
+        "GPT-2, Llama or Qwen3",
     )
     branch_from: str | None = value(
         RUN,
@@ -259,6 +267,14 @@ class RunValues:
         "its update, or rewind to the newest checkpoint and skip the data up to and including this step (off)",
     )
     ranks: int = value(RUN, type=_positive, help="refuse another number of ranks; the number to assume for --explain without a launcher")
+    profile: str | None = value(
+        RUN,
+        START,
+        type=profiled,
+        metavar="START:COUNT",
+        help="trace these steps with torch.profiler on rank 0 (START:COUNT:all: on all ranks) into profile/ of the run's folder, for "
+        "https://ui.perfetto.dev, and log the largest entries; memory: record the GPU memory of this start's first 3 steps (off)",
+    )
     quiet: bool = value(RUN, START, local=True, action="store_true", help="no progress bar; print only warnings and the final result")
 
 
@@ -378,14 +394,38 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
             raise UsageError(f"{Path(flags.recipe) / 'recipe.json'}: 'flags': {reason}") from None
         suggestions = suggested_flags(recipe, argv)
         origins = dict.fromkeys(given(build_parser(), suggestions), f"{Path(flags.recipe) / 'recipe.json'}")
-    flags = parse([*suggestions, *argv])
+    shape = shape_flags(flags.init_from) if flags.init_from else {}
+    origins |= dict.fromkeys(shape, f"{flags.init_from}/config.json")
+    flags = parse([*suggestions, *as_words(shape), *argv])
     _check_names(flags)
+    _check_shape(flags, shape)
     origins |= {name: f"--{name}" if name in now else run_json for name in given(build_parser(), argv)}
     keys = [setting.partition("=")[0] for setting in flags.overrides]
     settings = [setting for at, setting in enumerate(flags.overrides) if keys[at] not in keys[at + 1 :]]  # the last one of each key
     repeated = {name: getattr(flags, name) for name in sorted({*origins, "data"} - OF_ONE_START)} | {"overrides": settings}
     flags.origins, flags.given, flags.last_json = origins, repeated, last_json
     return flags, recipe
+
+
+def shape_flags(folder: str) -> dict[str, Any]:
+    """The flags of the model in the folder of `--init_from`; empty without its config.json, which `resolve` then refuses."""
+    if not (Path(folder) / "config.json").is_file():
+        return {}
+    from launch.formats.hf_folder import read_config  # imports torch, which --help does without
+    from model.hf import hf_form
+
+    model, _ = read_config(Path(folder))
+    shape = {name: getattr(model, name) for name in (*SIZES, *FIELDS) if name != "dropout"}
+    in_words = {name: str(value).lower() for name, value in shape.items() if isinstance(value, bool)}  # as in `TRUTH`
+    return {"architecture": hf_form(model)} | shape | in_words
+
+
+def _check_shape(flags: argparse.Namespace, shape: dict[str, Any]) -> None:
+    """Refuse flags that contradict the model of `--init_from`. Rotary positions have no weights, so sequences may be shorter."""
+    allowed = {"seq_len"} if shape.get("positions") == "rotary" and flags.seq_len <= shape["seq_len"] else set[str]()
+    if wrong := [name for name in shape.keys() - allowed if getattr(flags, name) != shape[name]]:
+        theirs, own = (" ".join(f"--{name} {one[name]}" for name in sorted(wrong)) for one in (shape, vars(flags)))
+        raise UsageError(f"--init_from {flags.init_from}: its model has {theirs}, and the command {own}; leave the flags out")
 
 
 def with_recorded(argv: list[str]) -> tuple[list[str], str, dict[str, Any] | None]:
