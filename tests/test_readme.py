@@ -35,8 +35,8 @@ from tests.run_folders import description, lines, write_run
 README = PAGES["README.md"]
 TRAINING = commands("deepspeed")
 #: Trained here in seconds: a small model on one CPU rank. tests/distributed/test_branches.py and test_resume_by_folder.py train those that
-#: need another run.
-SMALL = [line for line in TRAINING if not any(word in line for word in ("gpt", "data/texts", " runs/"))]
+#: need another run, tests/distributed/test_profile.py those that need many steps.
+SMALL = [line for line in TRAINING if not any(word in line for word in ("gpt", "data/texts", " runs/", "--profile"))]
 COMPARING = commands("python launch/compare.py")
 #: Beginning of a command -> the test that runs it.
 RUN_BY = {

@@ -187,5 +187,6 @@ def test_every_recipe_continues_by_its_folder_as_with_all_flags(name, corpus, tw
     assert losses(by_folder) == losses(by_flags) and len(losses(by_folder)) >= 8
     assert [line.get("val_loss") for line in by_folder] == [line.get("val_loss") for line in by_flags]
     assert resumed_after(tmp_path / "r") == resumed_after(tmp_path / "by_flags/r") == 4
-    assert "changed since" not in (tmp_path / "r/log.txt").read_text()
+    (resume,) = json.loads((tmp_path / "r/run.json").read_text())["resumes"]
+    assert [change for change in resume["changes"] if not change.startswith("commit: ")] == []
     assert complete_checkpoints(tmp_path / "r/checkpoints")
