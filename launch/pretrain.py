@@ -177,6 +177,7 @@ def set_up(
     from launch.training.engine import CHECKPOINT, start_engine
     from launch.training.evaluation import Evaluation
     from launch.training.meter import Meter
+    from launch.training.profiling import profilers
     from launch.training.ranks.distributed import start_ranks
     from launch.training.ranks.heartbeat import Heartbeat
     from launch.training.run_folder.progress import describe_start
@@ -208,12 +209,13 @@ def set_up(
         raise UsageError(f"{path}: has no complete checkpoint to resume from; remove it, and --branch_from makes it again")
     elif config.init_from and engine.config.start is None:
         raise UsageError(f"--init_from {config.init_from}: a host lacks the folder, or has checkpoints that rank 0 lacks")
+    profiles = profilers(config, state["step"], collectives, folder.log)
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     spikes = SpikeRule(config.spike_rule, folder, collectives, state)
     watched = config.hang_timeout and collectives.world_size > 1
     heartbeat = [Heartbeat(path, config.hang_timeout, state["step"], collectives, folder.log)] if watched else []
-    observer = Observers([*heartbeat, spikes, *observers])
+    observer = Observers([*heartbeat, spikes, *profiles, *observers])
     engine.on_phase = observer.on_phase
     observer.start(engine)
     evaluation = Evaluation(engine)

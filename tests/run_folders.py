@@ -45,7 +45,7 @@ def lines(final: float | None = 4.0, steps: int = 20, **metrics: Any) -> list[di
 
 def write_run(folder: Path, described: dict[str, Any], of_steps: list[dict[str, Any]], log: str = "") -> Path:
     """Write the folder of a run."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     own = described | {"run_name": folder.name, "runs_dir": str(folder.parent)}
     (folder / "run.json").write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in of_steps), encoding="utf-8")

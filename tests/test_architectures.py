@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.hf_folder import open_hf_folder
 from launch.formats.metrics import model_of_run
@@ -175,10 +177,14 @@ def test_what_only_one_of_them_has_is_refused(folder):
         assert "attention_bias is true, must be false" in faults(folder)
 
 
-def test_a_start_from_another_architecture_says_what_to_give(folder):
-    flags = refusal(*RUN, "--init_from", str(folder)).partition("; give ")[2].split()
-    assert flags[:6] == ["--n_layer", "2", "--d_model", "32", "--seq_len", "16"]
-    assert "--positions rotary" in " ".join(flags) and "--rope_theta 50000.0" in " ".join(flags)
-    explained(*RUN, "--init_from", str(folder), *flags)
-    explained(*RUN, "--init_from", str(folder), *flags, "--seq_len", "8")
-    assert "give --seq_len 16" in refusal(*RUN, "--init_from", str(folder), *flags, "--seq_len", "32")
+def test_a_start_has_the_shape_of_the_folder(folder):
+    start = [*RUN, "--init_from", str(folder)]
+    model, architecture = open_hf_folder(folder).config, open_hf_folder(folder).content["model_type"]
+    for flags in ([], ["--preset", "micro", "--architecture", architecture, "--n_layer", "2"]):
+        found, told = resolve([*start, *flags, "--explain"])[0], explained(*start, *flags)["run"]
+        assert replace(found.model_config, vocab_size=model.vocab_size, init_seed=0) == model
+        assert (told["architecture"]["value"], told["d_model"]["from"]) == (architecture, f"{folder}/config.json")
+    assert resolve([*start, "--seq_len", "8", "--explain"])[0].shape.seq_len == 8
+    other = [*start, "--seq_len", "32", "--architecture", "gpt2", "--qk_norm", "false" if model.qk_norm else "true"]
+    theirs = f"--architecture {architecture} --qk_norm {str(model.qk_norm).lower()} --seq_len 16"
+    assert f"its model has {theirs}, and the command --architecture gpt2 --qk_norm" in refusal(*other)

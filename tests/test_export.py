@@ -30,7 +30,7 @@ from launch.trained_model.card import without_folders
 from launch.trained_model.load import open_trained
 from model.hf import hf_tensors
 from tests.commands import run_script
-from tests.helpers import ROOT, explain, exported, refusal, refusal_of, reseal, run_here
+from tests.helpers import ROOT, explain, explained, exported, refusal, refusal_of, reseal, run_here
 
 SIZES = {"n_layer": 2, "n_head": 2, "d_model": 36, "seq_len": 32}
 SHAPE = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
@@ -481,11 +481,11 @@ def starting(folder: object, corpus: Path, *more: str) -> str:
     return refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(folder), *more)
 
 
-def test_a_start_from_another_shape_names_each_size(folder, corpus, tmp_path):
+def test_a_start_from_a_folder_has_its_shape_and_tokenizer(folder, corpus, tmp_path):
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(folder)]
-    done = explain(*flags, "--preset", "micro", *SHAPE[:2])
-    assert done.returncode == 2
-    assert "give --n_head 2 --d_model 36 --seq_len 32 " in done.stderr
+    assert explained(*flags, "--preset", "micro", *SHAPE[:2])["run"]["d_model"]["value"] == 36
+    said = "its model has --d_model 36 --seq_len 32, and the command --d_model 64 --seq_len 16; leave the flags out"
+    assert said in starting(folder, corpus, "--d_model", "64", "--seq_len", "16")
     copy = copied(folder, tmp_path)
     described = json.loads((copy / "tokenizer.json").read_text())
     described["model"]["merges"] = described["model"]["merges"][:50]

@@ -34,8 +34,9 @@ from tests.run_folders import description, lines, write_run
 
 README = PAGES["README.md"]
 TRAINING = commands("deepspeed")
-#: Trained here in seconds: a small model on one CPU rank. tests/distributed/test_branches.py trains branches, which need another run.
-SMALL = [line for line in TRAINING if not any(word in line for word in ("gpt", "data/texts", "--branch_from"))]
+#: Trained here in seconds: a small model on one CPU rank. tests/distributed/test_branches.py and test_resume_by_folder.py train those that
+#: need another run, tests/distributed/test_profile.py those that need many steps.
+SMALL = [line for line in TRAINING if not any(word in line for word in ("gpt", "data/texts", " runs/", "--profile"))]
 COMPARING = commands("python launch/compare.py")
 #: Beginning of a command -> the test that runs it.
 RUN_BY = {
@@ -76,12 +77,18 @@ def test_every_command_is_run_by_a_test():
 
 
 @pytest.mark.parametrize("command", [*TRAINING, *commands("torchrun"), *commands("sbatch")])
-def test_training_commands_are_explained(command):
+def test_training_commands_are_explained(command, corpus, tmp_path):
     if "--init_from" in command:
         pytest.skip("a published GPT-2 is not here; tests/test_export.py starts from folders like it")
     words = shlex.split(command)
     script = "launch/slurm/pretrain.sbatch" if words[0] == "sbatch" else "launch/pretrain.py"
     flags = words[words.index(script) + 1 :]
+    if " runs/" in command:  # that it continues
+        (tmp_path / "runs/long/checkpoints/step-00000400").mkdir(parents=True)
+        described = description(corpus, "--deepspeed_config", "ds_configs/zero1_bf16.json")
+        for name in ("demo", "long"):
+            write_run(tmp_path / "runs" / name, described, [])
+        flags = [str(tmp_path / word) if word.startswith("runs/") else word for word in flags]
     assert explained(*flags, "--ranks", str(ranks_of(words)))
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from launch.errors import UsageError, is_local_rank_0, nearest
-from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS
+from launch.formats.checkpoint_files import checkpoint_at
+from launch.formats.metrics import read_run_json
+from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS, SIZES
 from recipes.registry import Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ MAX_TOKENS = 10**18
 MOST_STEPS_UNSAVED = 1_000
 #: `--resume=must` refuses to start without a checkpoint; plain `--resume` then starts at step 0.
 MUST = "must"
+#: Flags of one start: `--resume FOLDER` does not repeat them.
+OF_ONE_START = {"help", "resume", "explain", "local_rank", "deepspeed", "run_name", "runs_dir", "branch_from", "ranks", "quiet", "profile"}
+#: Flags that are paths, which hold also where the run is continued from another folder.
+PATHS = {"deepspeed_config", "recipe", "data", "init_from"}
+#: Flags that replace each other.
+ALTERNATIVES = ({"steps", "tokens"}, {"deepspeed_config", "recipe"})
 #: The values of a flag for a field that is true or false. They stay strings, so that other commands can pass them on.
 TRUTH = {"true": True, "false": False}
 
@@ -96,6 +104,13 @@ def real_number(minimum: float, maximum: float = math.inf, above: bool = False, 
         return value
 
     return parse
+
+
+def profiled(text: str) -> str:
+    """A type for argparse: the value of --profile, as it is written."""
+    if re.fullmatch(r"([1-9]\d{0,11}:[1-9]\d{0,11}|memory)(:all)?", text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be START:COUNT or memory, with :all for all ranks, such as 10:3 or memory:all")
+    return text
 
 
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
@@ -196,7 +211,8 @@ class RunValues:
         INITIAL,
         local=True,
         metavar="DIR",
-        help="start from a Hugging Face folder of the same architecture and sizes: an exported run, or a published GPT-2, Llama or Qwen3",
+        help="start from the model in a Hugging Face folder, whose config.json sets architecture and sizes: an exported run or a published "
+        "GPT-2, Llama or Qwen3",
     )
     branch_from: str | None = value(
         RUN,
@@ -204,7 +220,7 @@ class RunValues:
         local=True,
         metavar="CHECKPOINT",
         help="start from a checkpoint of another run, before the decay of its learning rate: weights, optimizer state and position in the "
-        "data; for example runs/long/checkpoints/step-00000300",
+        "data; for example runs/long/checkpoints/step-00000300; without a JSON or a recipe, also with the flags of that run",
     )
     resume: bool | str = value(
         RUN,
@@ -212,9 +228,9 @@ class RunValues:
         nargs="?",
         const=True,
         default=False,
-        choices=(MUST,),
-        metavar=MUST,
-        help="continue from the run's newest complete checkpoint, or from step 0 if it has none; --resume=must refuses to start at step 0",
+        metavar="FOLDER",
+        help="--resume runs/first continues that run with the flags of its last start; other flags change them. Without a folder: continue "
+        "--run_name from its newest complete checkpoint, or from step 0 if it has none; --resume=must refuses to start at step 0",
     )
     save_every: int = value(
         RUN,
@@ -251,6 +267,14 @@ class RunValues:
         "its update, or rewind to the newest checkpoint and skip the data up to and including this step (off)",
     )
     ranks: int = value(RUN, type=_positive, help="refuse another number of ranks; the number to assume for --explain without a launcher")
+    profile: str | None = value(
+        RUN,
+        START,
+        type=profiled,
+        metavar="START:COUNT",
+        help="trace these steps with torch.profiler on rank 0 (START:COUNT:all: on all ranks) into profile/ of the run's folder, for "
+        "https://ui.perfetto.dev, and log the largest entries; memory: record the GPU memory of this start's first 3 steps (off)",
+    )
     quiet: bool = value(RUN, START, local=True, action="store_true", help="no progress bar; print only warnings and the final result")
 
 
@@ -338,10 +362,11 @@ def given_fields(flags: argparse.Namespace, names: Iterable[str]) -> dict[str, A
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Parse `argv`; the user's flags override a recipe's suggested ones.
 
-    The namespace has an additional entry `origins`: where each given value came from (`--lr`, or the recipe's file).
+    The namespace has additional entries. `origins`: where each given value came from (`--lr`, or a file). `given`: the flags that
+    `--resume FOLDER` repeats. `last_json`: what the JSON held at the last start of the run that is continued, else None.
 
     Raises:
-        UsageError: an unknown flag (with the nearest one), a value out of range, wrong flags in a recipe.
+        UsageError: an unknown flag (with the nearest one), a value out of range, wrong flags in a recipe, no run to continue.
         RecipeError: the recipe is missing, or its recipe.json is wrong.
     """
     parser = build_parser()
@@ -354,11 +379,13 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
 
     if sum(argument.partition("=")[0] == "--recipe" for argument in argv) > 1:
         raise UsageError("--recipe is given twice; give one, and add the other's section with --set, as recipes/README.md says")
+    parse(argv)
+    now = given(build_parser(), argv)
+    argv, run_json, last_json = with_recorded(argv)
     flags = parse(argv)
-    origins = {name: f"--{name}" for name in given(build_parser(), argv)}
     if (flags.deepspeed_config is None) == (flags.recipe is None):
         raise UsageError("give one of --deepspeed_config FILE (shipped ones: ds_configs/) and --recipe DIR (recipes/README.md)")
-    recipe = None
+    recipe, suggestions, origins = None, list[str](), dict[str, str]()
     if flags.recipe is not None:
         recipe = open_recipe(flags.recipe)
         try:
@@ -366,11 +393,77 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
         except UsageError as reason:
             raise UsageError(f"{Path(flags.recipe) / 'recipe.json'}: 'flags': {reason}") from None
         suggestions = suggested_flags(recipe, argv)
-        flags = parse([*suggestions, *argv])
-        origins = {**dict.fromkeys(given(build_parser(), suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}
+        origins = dict.fromkeys(given(build_parser(), suggestions), f"{Path(flags.recipe) / 'recipe.json'}")
+    shape = shape_flags(flags.init_from) if flags.init_from else {}
+    origins |= dict.fromkeys(shape, f"{flags.init_from}/config.json")
+    flags = parse([*suggestions, *as_words(shape), *argv])
     _check_names(flags)
-    flags.origins = origins
+    _check_shape(flags, shape)
+    origins |= {name: f"--{name}" if name in now else run_json for name in given(build_parser(), argv)}
+    keys = [setting.partition("=")[0] for setting in flags.overrides]
+    settings = [setting for at, setting in enumerate(flags.overrides) if keys[at] not in keys[at + 1 :]]  # the last one of each key
+    repeated = {name: getattr(flags, name) for name in sorted({*origins, "data"} - OF_ONE_START)} | {"overrides": settings}
+    flags.origins, flags.given, flags.last_json = origins, repeated, last_json
     return flags, recipe
+
+
+def shape_flags(folder: str) -> dict[str, Any]:
+    """The flags of the model in the folder of `--init_from`; empty without its config.json, which `resolve` then refuses."""
+    if not (Path(folder) / "config.json").is_file():
+        return {}
+    from launch.formats.hf_folder import read_config  # imports torch, which --help does without
+    from model.hf import hf_form
+
+    model, _ = read_config(Path(folder))
+    shape = {name: getattr(model, name) for name in (*SIZES, *FIELDS) if name != "dropout"}
+    in_words = {name: str(value).lower() for name, value in shape.items() if isinstance(value, bool)}  # as in `TRUTH`
+    return {"architecture": hf_form(model)} | shape | in_words
+
+
+def _check_shape(flags: argparse.Namespace, shape: dict[str, Any]) -> None:
+    """Refuse flags that contradict the model of `--init_from`. Rotary positions have no weights, so sequences may be shorter."""
+    allowed = {"seq_len"} if shape.get("positions") == "rotary" and flags.seq_len <= shape["seq_len"] else set[str]()
+    if wrong := [name for name in shape.keys() - allowed if getattr(flags, name) != shape[name]]:
+        theirs, own = (" ".join(f"--{name} {one[name]}" for name in sorted(wrong)) for one in (shape, vars(flags)))
+        raise UsageError(f"--init_from {flags.init_from}: its model has {theirs}, and the command {own}; leave the flags out")
+
+
+def with_recorded(argv: list[str]) -> tuple[list[str], str, dict[str, Any] | None]:
+    """`argv`, after the recorded flags of the run that it continues by its folder; their file; and what the run's JSON held.
+
+    `--resume FOLDER` continues that run. `--branch_from CHECKPOINT` without a JSON or a recipe repeats the flags of the checkpoint's run.
+
+    Raises:
+        UsageError: there is no such run, or the command names another one.
+    """
+    flags, names = build_parser().parse(argv), given(build_parser(), argv)
+    left_out = OF_ONE_START.union(*(group for group in ALTERNATIVES if group & names))
+    if flags.resume not in (False, True, MUST):
+        if names & {"run_name", "runs_dir"}:
+            raise UsageError(f"--resume {flags.resume} names the run; leave out --run_name and --runs_dir")
+        run = Path(flags.resume) if Path(flags.resume).name else Path.cwd()
+        if not run.is_dir():
+            raise UsageError(f"--resume {flags.resume}: no such folder; give the folder of a run, such as runs/first")
+        argv = [*argv, "--runs_dir", str(run.parent), "--run_name", run.name, "--resume"]
+    elif flags.branch_from and not names & {"deepspeed_config", "recipe"}:
+        checkpoint = checkpoint_at(flags.branch_from)
+        run = checkpoint.parents[1]
+        argv = ["--runs_dir", str(run.parent), "--run_name", f"{run.name}-from-{checkpoint.name}", *argv]
+        left_out |= {"init_from"}
+    else:
+        return argv, "", None
+    description = read_run_json(run / "run.json")
+    last = [description, *description.get("resumes", [])][-1]
+    recorded = last.get("flags")
+    if recorded is None:  # an earlier version wrote it
+        recorded = _given(build_parser(), last.get("command", description["command"])[1:])
+    recorded = {name: value for name, value in recorded.items() if name not in left_out}
+    for name in PATHS & recorded.keys():
+        there = os.path.join(last.get("folder") or "", recorded[name])
+        if last.get("folder") != os.getcwd() and os.path.exists(there):
+            recorded[name] = there
+    last_json = None if names & {"deepspeed_config", "recipe"} else description.get("last_json")
+    return [*as_words(recorded), *argv], str(run / "run.json"), last_json
 
 
 def open_recipe(folder: str | Path) -> Recipe:
@@ -399,15 +492,25 @@ def suggested_flags(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
 
 def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
     """The names of the flags in `arguments`. Removes the parser's defaults."""
+    return set(_given(parser, arguments))
+
+
+def _given(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, Any]:
+    """The flags in `arguments` that the parser knows, with their values. Removes the parser's defaults."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    return set(vars(parser.parse_args(arguments)))
+    return vars(parser.parse_known_args(arguments)[0])
 
 
 def as_words(flags: Mapping[str, object]) -> list[str]:
     """Flags as on a command line: those that are True take no value, and those that are None or False are left out."""
-    given = {name: value for name, value in flags.items() if value is not None and value is not False}
-    return [word for name, value in given.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+    words: list[str] = []
+    for name, value in flags.items():
+        if name == "overrides" and isinstance(value, list):
+            words += [word for setting in value for word in ("--set", setting)]
+        elif value is not None and value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
 
 
 def without(arguments: Sequence[str], *names: str, values: Callable[[str], bool] = lambda value: True) -> list[str]:

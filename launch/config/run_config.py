@@ -61,6 +61,8 @@ class RunConfig(RunValues, RunSettings):
         notes: for the log and `--explain`.
         lacks: what the run needs and this machine does not have.
         origins: name of a value, or dotted path in the DeepSpeed JSON -> where it came from, in a few words.
+        given: the flags that a start by the run's folder repeats.
+        last_json: what the DeepSpeed JSON held, before flags changed it.
     """
 
     found_corpus: Corpus | None = field(repr=False, compare=False)
@@ -70,6 +72,8 @@ class RunConfig(RunValues, RunSettings):
     notes: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     origins: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    given: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    last_json: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -214,7 +218,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     corpus = _corpus(ds_json, flags, shape, micro_batch)
     if corpus is not None:
         ds_json.notes += _often_repeated(corpus, flags.data, total_tokens)
-    start = _start(flags, run_name, shape, corpus, ds_json.notes)
+    start = _start(flags, run_name, corpus, ds_json.notes)
     own = {key: ds_json.values[key] for key in claimed if key in ds_json.values}
     given = {name: getattr(flags, name) for name in VALUES if hasattr(flags, name)}
     settled = {
@@ -241,6 +245,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         techniques={key: value for key, value in own.items() if claimed[key].declaration.is_on(value)},
         found_corpus=corpus,
         start=start,
+        given=flags.given,
+        last_json=ds_json.content,
     )
     config = _check_techniques(ds_json, config)
     _check_weights_on_drive(ds_json, config)
@@ -258,6 +264,7 @@ def _check_techniques(ds_json: DeepSpeedJson, config: RunConfig) -> RunConfig:
         techniques = registry.make_techniques(config)  # each checks its own section when it is built
     except ValueError as reasons:
         raise UsageError(*(_placed(ds_json, str(reason)) for reason in reasons.args)) from None
+    what, _, _ = (config.profile or "").partition(":")
     cuda_only = {path: (0, 0) for path in CUDA_ONLY if value_at(config.ds_config, path.split("."))} | techniques.needs_cuda
     *_, end = steps_of_run(
         config, Techniques(one for one in techniques.members if one.declaration.changes_tokens), stride=config.total_tokens
@@ -265,8 +272,11 @@ def _check_techniques(ds_json: DeepSpeedJson, config: RunConfig) -> RunConfig:
     config = replace(
         config,
         steps_to_make=end.number + end.repeats - 1,
-        cuda_only={ds_json.where(tuple(path.split("."))): capability for path, capability in cuda_only.items()},
+        cuda_only={ds_json.where(tuple(path.split("."))): capability for path, capability in cuda_only.items()}
+        | ({"--profile memory": (0, 0)} if what == "memory" else {}),
     )
+    if what.isdecimal() and int(what) > config.steps_to_make:
+        raise UsageError(f"--profile {config.profile}: the run ends at step {config.steps_to_make:,}; give an earlier step")
     ds_json.notes += techniques.notes
     for member in techniques.members:
         ds_json.lacks += [_placed(ds_json, line) for line in member.missing_packages]
@@ -349,14 +359,14 @@ def _often_repeated(corpus: Corpus, data: str, total_tokens: int) -> list[str]:
     return [f"{data}: the run trains on {which.format(number)} {times:,.0f} times" for number, times in many.items()]
 
 
-def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
+def _start(flags: argparse.Namespace, run_name: str, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
     """The folder whose weights the run starts from; None if there is none, or if a checkpoint has newer weights.
 
     The folder's vocabulary may be larger than the corpus's, as many models pad it; the rest of its rows is then left out. If the
     tokenizers cannot be compared, a line is added to `notes`.
 
     Raises:
-        UsageError: the folder is faulty, or its model or tokenizer is not that of the run.
+        UsageError: the folder is faulty, or its tokenizer is not that of the run.
     """
     checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
     if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):
@@ -367,8 +377,6 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"
-    if other := _other_flags(folder.config, shape):
-        raise UsageError(f"{where}: its model is not this run's; give {' '.join(other)}")
     if corpus is None:
         return folder
     theirs, own = folder.config.vocab_size, corpus.vocab_size
@@ -391,17 +399,6 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
         notes.append(f"{where}: the last {theirs - own:,} of its {theirs:,} ids are not in its tokenizer and are left out")
         return replace(folder, config=replace(folder.config, vocab_size=own))
     return folder
-
-
-def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
-    """The flags that turn `shape` into `theirs`; empty if they are equal. Dropout may differ.
-
-    Rotary positions have no weights, so the run's sequences may be shorter.
-    """
-    wanted = {name: getattr(theirs, name) for name in (*SIZES, *FIELDS) if name != "dropout"}
-    if theirs.positions == "rotary":
-        wanted["seq_len"] = min(theirs.seq_len, shape.seq_len)
-    return [f"--{name} {str(value).lower()}" for name, value in wanted.items() if getattr(shape, name) != value]
 
 
 def _origins(ds_json: DeepSpeedJson, flags: argparse.Namespace) -> dict[str, str]:

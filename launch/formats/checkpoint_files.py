@@ -59,6 +59,21 @@ def is_checkpoint_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def checkpoint_at(given: str) -> Path:
+    """The absolute path of the checkpoint of `--branch_from`.
+
+    Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
+
+    Raises:
+        UsageError: it is no checkpoint of a run.
+    """
+    path = Path(os.path.abspath(given))
+    path = path if is_checkpoint_name(path.name) else path.resolve()  # a link by another name
+    if not is_checkpoint_name(path.name) or not path.is_dir():
+        raise UsageError(f"--branch_from {given}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
+    return path
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The paths in `folder` with the name of a checkpoint, by step. A run gives such a name to complete checkpoints only."""
     found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name))

@@ -132,16 +132,21 @@ def open_hf_folder(folder: str | Path, fix: str = FIX) -> HFFolder:
     folder = Path(folder)
     if not folder.is_dir():
         raise UsageError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; {fix}")
-    content = read_json_object(folder / CONFIG_FILE, fix)
-    try:
-        config = _config(content)
-    except (ValueError, TypeError, AttributeError) as reason:  # a value of another type or out of range, or none
-        raise UsageError(f"{folder / CONFIG_FILE}: {reason}") from None
+    config, content = read_config(folder, fix)
     if not (files := _files(folder)):
         remedy = "convert pytorch_model.bin with transformers' save_pretrained" if list(folder.glob("*.bin")) else "copy or export it again"
         raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; {remedy}")
     tensors = [tensor for file in files for tensor in safetensors_tensors(file)]
     return HFFolder(folder, config, content, _by_name(tensors, config, folder))
+
+
+def read_config(folder: Path, fix: str = FIX) -> tuple[GPTConfig, dict[str, Any]]:
+    """The model of a folder's config.json, and its content. Raises UsageError if it cannot be read, or is of another model."""
+    content = read_json_object(folder / CONFIG_FILE, fix)
+    try:
+        return _config(content), content
+    except (ValueError, TypeError, AttributeError) as reason:  # a value of another type or out of range, or none
+        raise UsageError(f"{folder / CONFIG_FILE}: {reason}") from None
 
 
 def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> dict[str, StoredTensor]:

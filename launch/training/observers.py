@@ -1,7 +1,7 @@
 """Observers are called at fixed places of a training run: `train(config, folder, stop, observers=[...])`.
 
-The heartbeat and the spike rule are observers; tests and benchmarks pass their own. These two act on the run: the spike rule may skip
-updates or rewind, and the heartbeat ends a run that hangs.
+The heartbeat, the spike rule and `--profile` are observers; tests and benchmarks pass their own. The first two act on the run: the
+heartbeat ends a run that hangs, and the spike rule may skip updates or rewind.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from launch.formats.metrics import read_metrics
 from launch.training.ranks.distributed import share_of_cores
 from tests.distributed.launched import ROOT, TINY
 from tests.distributed.slurm import running_slurm
+from tests.helpers import resumed_after, rewind
 
 STEPS = 6
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -26,30 +27,47 @@ def slurm(tmp_path_factory):
         yield environment
 
 
-def losses(launcher: list[str], corpus: Path, runs: Path, environment: dict[str, str] | None = None) -> list[tuple[int, float]]:
-    """(step, loss) of a run of two ranks that `launcher` starts."""
+def losses(
+    launcher: list[str], corpus: Path, runs: Path, environment: dict[str, str] | None = None, resumed: bool = False
+) -> list[tuple[int, float]]:
+    """(step, loss) of a run of two ranks that `launcher` starts; if `resumed`, the launcher continues it from step 3 by its folder."""
     flags = f"--deepspeed_config ds_configs/zero2_fp32.json --data {corpus} --runs_dir {runs} --run_name r --global_batch_size 4".split()
-    flags += [*TINY, "--steps", str(STEPS), "--eval_every", "0", "--save_every", "0"]
+    flags += [*TINY, "--steps", str(STEPS), "--eval_every", "0", "--save_every", "3"]
     values = {key: value for key, value in (environment or os.environ).items() if key not in CLEAN} | {"OMP_NUM_THREADS": "1"}
     values["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{values['PATH']}"
-    done = subprocess.run([*launcher, "launch/pretrain.py", *flags], cwd=ROOT, env=values, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for more in (flags, ["--resume", str(runs / "r")]) if resumed else (flags,):
+        done = subprocess.run([*launcher, "launch/pretrain.py", *more], cwd=ROOT, env=values, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        if resumed and more is flags:
+            rewind(runs / "r", 3)
+    assert not resumed or resumed_after(runs / "r") == 3
     return [(line["step"], line["loss"]) for line in read_metrics(runs / "r" / "metrics.jsonl") if "loss" in line]
+
+
+def deepspeed() -> list[str]:
+    return ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), "--log_level", "error"]
+
+
+def torchrun() -> list[str]:
+    return ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())]
 
 
 @pytest.fixture(scope="module")
 def expected(corpus, tmp_path_factory):
-    port = str(free_port())
-    found = losses(
-        ["deepspeed", "--num_gpus", "2", "--master_port", port, "--log_level", "error"], corpus, tmp_path_factory.mktemp("deepspeed")
-    )
+    found = losses(deepspeed(), corpus, tmp_path_factory.mktemp("deepspeed"))
     assert len({loss for _, loss in found}) == STEPS
     return found
 
 
 @pytest.mark.gate
 def test_torchrun(expected, corpus, tmp_path):
-    assert losses(["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())], corpus, tmp_path) == expected
+    assert losses(torchrun(), corpus, tmp_path) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [deepspeed, torchrun])
+def test_a_run_continues_by_its_folder(launcher, expected, corpus, tmp_path):
+    assert losses(launcher(), corpus, tmp_path, resumed=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +96,7 @@ def test_mpirun(expected, corpus, tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (openmpi-bin of Debian)")
     launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "-x", f"MASTER_PORT={free_port()}", sys.executable]
-    assert losses(launcher, corpus, tmp_path) == expected
+    assert losses(launcher, corpus, tmp_path, resumed=True) == expected
 
 
 @pytest.mark.long
@@ -87,7 +105,7 @@ def test_srun(nodes, expected, slurm, corpus, tmp_path):
     launcher = ["srun", "--kill-on-bad-exit=1", "--nodes", str(nodes), "--ntasks", "2"]
     if nodes == 2:  # the names of these nodes are known to Slurm only
         launcher += ["--export", f"ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={free_port()}"]
-    assert losses([*launcher, sys.executable], corpus, tmp_path, slurm) == expected
+    assert losses([*launcher, sys.executable], corpus, tmp_path, slurm, resumed=True) == expected
 
 
 @pytest.mark.long

@@ -89,13 +89,14 @@ def test_the_arguments_may_demand_a_checkpoint(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
-    command = ["bash", ROOT / "launch" / "slurm" / "pretrain.sbatch", "--recipe", "recipes/zero_2", "--run_name=r"]
-    for given, resume in (((), True), (("--resume=must",), MUST)):
+    command = ["bash", ROOT / "launch" / "slurm" / "pretrain.sbatch", "--recipe", "recipes/zero_2"]
+    named = ["--run_name=r"]
+    for given, resume in ((named, True), ([*named, "--resume=must"], MUST), (["--resume", "runs/r"], "runs/r"), (["--resume=./r"], "./r")):
         environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         words = subprocess.run([*command, *given], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout.split()
         arguments = words[words.index("launch/pretrain.py") + 1 :]
         assert build_parser().parse(arguments).resume == resume
-    unnamed = subprocess.run(command[:-1], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    unnamed = subprocess.run([*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (unnamed.returncode, unnamed.stdout) == (2, "") and "error: give --run_name" in unnamed.stderr
 
 

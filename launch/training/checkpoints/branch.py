@@ -20,7 +20,7 @@ from launch.config.optimizer import has_rate_of_its_own, without_defaults
 from launch.config.run_config import RunConfig
 from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, state_text, verify
+from launch.formats.checkpoint_files import STATE_FILE, checkpoint_at, state_text, verify
 from launch.formats.metrics import by_step, parse_line, read_run_json, split_lines
 from launch.training.run_folder.metrics_writer import METRICS_FILE
 from launch.training.run_folder.run_json import differences, parse_change, resume_description, starts_of
@@ -42,13 +42,8 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
             written.
         DataError: another process makes it.
     """
-    # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
-    checkpoint = Path(os.path.abspath(str(config.branch_from)))
-    if not is_checkpoint_name(checkpoint.name):  # a link by another name
-        checkpoint = checkpoint.resolve()
+    checkpoint = checkpoint_at(str(config.branch_from))
     source = checkpoint.parent.parent
-    if not is_checkpoint_name(checkpoint.name) or not checkpoint.is_dir():
-        raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
     before = read_run_json(source / "run.json")
     state = verify(checkpoint, before.get("run_id"))
     resume_description(source, description, "give the values of the run that wrote the checkpoint of --branch_from")

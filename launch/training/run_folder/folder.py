@@ -52,7 +52,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: b
     if resume == MUST and not stored and not complete_checkpoints(path / "checkpoints"):
         raise UsageError(nothing_to_resume(path))
     if path.exists() and not resume:
-        raise UsageError(f"{path}: this run exists; give another --run_name, continue it with --resume, or remove it yourself")
+        raise UsageError(f"{path}: this run exists; give another --run_name, continue it with --resume {path}, or remove it yourself")
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path}: is a file, not a run folder; give another --run_name")
     if path.exists() and not (path / "run.json").exists():
@@ -229,7 +229,7 @@ class RunFolder:
         """Log how the run ended and draw its loss. `stop_signal` is the signal that stopped it, 0 at its end."""
         if stop_signal:
             name = signal.Signals(stop_signal).name
-            self.log(f"stopped by {name} after step {state['step']}; the same command with --resume continues from there", always=True)
+            self.log(f"stopped by {name} after step {state['step']}; --resume {self.path} continues from there", always=True)
         else:
             ended: dict[str, Any] = {key: state[key] for key in ("step", "tokens", "whole_val_loss") if key in state}
             if not math.isfinite(state.get("whole_val_loss", 0.0)):

@@ -26,6 +26,9 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "run_id": uuid.uuid4().hex,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
+        "folder": os.getcwd(),
+        "flags": config.given,
+        "last_json": config.last_json,
         **config.as_json(),
         "corpus_fingerprint": config.corpus.fingerprint,
         "corpus": {

@@ -14,7 +14,8 @@ from launch.formats.metrics import model_of_run, read_run_json
 from model.presets import FIELDS, SIZES
 
 #: The kinds, as in `launch.config.flags`, of the entries of a `run.json` that are no values of the run; others are TRAINING.
-OTHER_KINDS = dict.fromkeys(("created", "command", "interleaved", "finished", "run_id", "resumes"), START)
+_OF_STARTS = ("created", "command", "folder", "flags", "last_json", "interleaved", "finished", "run_id", "resumes")
+OTHER_KINDS = dict.fromkeys(_OF_STARTS, START)
 #: The last two are of earlier versions.
 OTHER_KINDS |= dict.fromkeys(("commit", "machine", "corpus", "histogram_every", "block_similarity"), RECORD)
 
@@ -52,7 +53,7 @@ def resume_description(
         if kind_of(key) not in (START, INITIAL) and (key in before or key not in VALUES)  # else an earlier version had no such value
         for name, old, new in differences(key, last.get(key), value)
     ]
-    of_start = ("created", "command", "interleaved", "commit")
+    of_start = ("created", "command", "folder", "flags", "interleaved", "commit")
     resume = {key: description.get(key) for key in of_start} | {"changes": changes}
     kept = {key: before.get(key) for key in (*of_start, "run_id", "branch_from", "init_from", "finished")}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes

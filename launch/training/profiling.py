@@ -1,0 +1,150 @@
+"""`--profile`: where the time of a step goes, or the memory of a GPU. The observers here exist with the flag only.
+
+--profile 10:3          steps 10 to 12: profile/from-step-10-rank-0.json.gz, for https://ui.perfetto.dev, and a table in the log
+--profile memory        profile/memory-rank-0.pickle, for https://pytorch.org/memory_viz
+--profile 10:3:all      all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from launch.config.run_config import RunConfig
+from launch.errors import UsageError
+from launch.training.engine import TrainingEngine
+from launch.training.observers import Observer
+from launch.training.ranks.distributed import Collectives
+
+#: The rows of a table.
+LARGEST = 10
+#: The steps of a memory profile: the first allocates the optimizer's state.
+MEMORY_STEPS = 3
+#: The allocations and frees of a memory profile that are kept.
+MEMORY_EVENTS = 1_000_000
+
+
+def profilers(config: RunConfig, done: int, collectives: Collectives, log: Callable[[str], None]) -> list[Observer]:
+    """The observer of `--profile` on this rank, if any. done: completed steps of the run.
+
+    Raises:
+        UsageError: the steps are over.
+    """
+    what, *rest = (config.profile or "").split(":")
+    if not what or (collectives.rank and rest[-1:] != ["all"]):
+        return []
+    folder = Path(config.runs_dir) / config.run_name / "profile"
+    if what == "memory":
+        return [MemoryProfile(folder / f"memory-rank-{collectives.rank}.pickle", log)]
+    steps = range(int(what), min(int(what) + int(rest[0]), config.steps_to_make + 1))
+    if steps.start <= done:
+        raise UsageError(f"--profile {config.profile}: this start begins after step {done:,}; give a later step")
+    file = folder / f"from-step-{steps.start}-rank-{collectives.rank}.json.gz"
+    return [StepProfile(steps, file, collectives.device.type == "cuda", log)]
+
+
+class Profile(Observer):
+    """Base: ends once, after its last step or with the run, also if that fails."""
+
+    def __init__(self, file: Path, log: Callable[[str], None]):
+        self.file, self.log, self.has_ended = file, log, False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.file.parent.mkdir(exist_ok=True)
+            self.write()
+
+    def write(self) -> None:
+        """Stop, and write the file."""
+        raise NotImplementedError
+
+
+class StepProfile(Profile):
+    """Traces `steps` by torch.profiler, with a span for each step and for each phase in it."""
+
+    def __init__(self, steps: range, file: Path, on_cuda: bool, log: Callable[[str], None]):
+        super().__init__(file, log)
+        self.steps = steps
+        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda])
+        self._last = 0
+        self._spans: list[record_function] = []  # of the step, and of its phase
+
+    def on_step(self, step: int) -> None:
+        if step in self.steps and not self.has_ended:
+            if not self._last:
+                self._profile.start()
+            self._last = step
+            self._begin(f"step {step}")
+
+    def on_phase(self, phase: str) -> None:
+        if self._spans:
+            self._close(1)
+            self._begin(phase)
+
+    def after_step(self, step: int) -> None:
+        self._close(0)
+        if step == self.steps[-1]:
+            self.end()
+
+    def _begin(self, name: str) -> None:
+        self._spans.append(record_function(name))
+        self._spans[-1].__enter__()
+
+    def _close(self, above: int) -> None:
+        while len(self._spans) > above:
+            self._spans.pop().__exit__(None, None, None)
+
+    def write(self) -> None:
+        self._close(0)
+        if self._last:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self.file))
+            self.log(f"profile of steps {self.steps.start} to {self._last}: {self.file}, for https://ui.perfetto.dev")
+            for line in table(list(self._profile.key_averages())):
+                self.log(line)
+
+
+def table(events: list[Any]) -> Iterator[str]:
+    """The operations that took the longest on the CPU, and the kernels on the GPU, without what they call and without spans, as lines."""
+    for where, time in (("CPU", "self_cpu_time_total"), ("GPU", "self_device_time_total")):
+        entries = [event for event in events if (event.device_type == DeviceType.CPU) == (where == "CPU") and not event.is_user_annotation]
+        if total := sum(getattr(entry, time) for entry in entries):
+            yield f"  {where} time         share     calls"
+            for entry in sorted(entries, key=lambda entry: -getattr(entry, time))[:LARGEST]:
+                spent = getattr(entry, time)  # microseconds
+                yield f"  {spent / 1000:9,.2f} ms  {spent / total:6.1%}  {entry.count:8,}  {entry.key[:80]}"
+
+
+class MemoryProfile(Profile):
+    """Records the allocations of the first `MEMORY_STEPS` steps of this start, with their call stacks."""
+
+    def __init__(self, file: Path, log: Callable[[str], None]):
+        super().__init__(file, log)
+        self._steps = 0
+
+    def start(self, engine: TrainingEngine) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+
+    def after_step(self, step: int) -> None:
+        self._steps += 1
+        if self._steps == MEMORY_STEPS:
+            self.end()
+
+    def write(self) -> None:
+        torch.cuda.memory._dump_snapshot(str(self.file))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.log(f"memory of the first {self._steps} steps of this start: {self.file}, for https://pytorch.org/memory_viz")
