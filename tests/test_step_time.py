@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch import plan
+from launch.config.flags import whole_number
+from launch.formats.hf_folder import _config
 from model.accounting import device_named, parameter_count, peak_flops
 from model.presets import PRESETS, GPTConfig, shape_of
 from tests.helpers import explained, refusal, refusal_of, run_here
@@ -35,7 +39,10 @@ def predictions(table: dict[str, Any]) -> list[float]:
     return [planned(table["flags"], row["flags"], f"--mfu {mfu}")["time"][unit] for row in table["rows"]]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+LONG = "Megatron-LM, GPT on A100"  # 3,072 ranks
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == LONG)) for name in PUBLISHED])
 def test_one_published_row_predicts_the_others(name):
     table = PUBLISHED[name]
     page = (ROOT / "benchmarks" / "published.md").read_text(encoding="utf-8")
@@ -114,6 +121,14 @@ def test_explain_plans_the_time_and_names_the_mfu():
     assert explained(*flags[:4])["time"] is None
 
 
+def test_a_number_of_tokens_may_have_a_suffix():
+    tokens = whole_number(1, 10**18)
+    assert [tokens(text) for text in ("1T", "1.4T", "300B", "2e9", "17")] == [10**12, 14 * 10**11, 3 * 10**11, 2 * 10**9, 17]
+    for text in ("1.5", "1X", "0.0001K", "1t", "T"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number"):
+            tokens(text)
+
+
 def test_recomputed_activations_take_time():
     flags = "--preset gpt2 --gpus 8 --device a100 --mfu 0.5 --vocab_size 50257 --recipe recipes/zero_1"
     plain, recomputed = (planned(flags, more) for more in ("", "--set activation_checkpointing.enabled=true"))
@@ -134,17 +149,51 @@ def test_a_device_is_found_by_its_name():
     assert [device_named(name) for name in ("", "rtx", "nvl", "h1000")] == [None] * 4
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [("llama-7b", 6_738_415_616), ("llama3-8b", 8_030_261_248), ("qwen3-8b", 8_190_735_360), ("qwen3-0.6b", 596_049_920)],
-)
-def test_published_models_have_their_parameters(preset, parameters):
+#: config.json of huggyllama/llama-7b, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B and Qwen/Qwen3-0.6B, and their parameters.
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+}
+QWEN3 |= {"vocab_size": 151936, "max_position_embeddings": 40960}
+MODELS = {
+    "llama-7b": (
+        LLAMA | {"intermediate_size": 11008, "rms_norm_eps": 1e-6, "vocab_size": 32000, "max_position_embeddings": 2048},
+        6_738_415_616,
+    ),
+    "llama3-8b": (
+        {**LLAMA, "intermediate_size": 14336, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_key_value_heads": 8}
+        | {"vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False},
+        8_030_261_248,
+    ),
+    "qwen3-8b": (
+        {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+        | {"tie_word_embeddings": False},
+        8_190_735_360,
+    ),
+    "qwen3-0.6b": (
+        {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+        | {"tie_word_embeddings": True},
+        596_049_920,
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", MODELS)
+def test_published_models_have_their_shape_and_parameters(preset):
+    content, parameters = MODELS[preset]
     values = PRESETS[preset]
     shape = shape_of(values.shape, values.architecture, values.published)
-    assert parameter_count(GPTConfig(**vars(shape), vocab_size=values.vocab_size)) == parameters
-    # 20 tokens per parameter, to 10 steps.
-    tokens = values.steps * values.global_batch_size * shape.seq_len
-    assert tokens / parameters == pytest.approx(20, rel=0.002)
+    model = GPTConfig(**vars(shape), vocab_size=values.vocab_size)
+    assert model == replace(_config(content), seq_len=shape.seq_len)
+    assert shape.seq_len <= content["max_position_embeddings"]
+    assert parameter_count(model) == parameters
+    # 20 tokens per parameter.
+    assert values.steps * values.global_batch_size * shape.seq_len / parameters == pytest.approx(20, rel=0.002)
 
 
 def test_a_published_model_can_be_changed(tmp_path):

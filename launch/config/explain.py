@@ -251,7 +251,7 @@ def as_text(explained: dict[str, Any], full: bool = False) -> str:
     ]
     lines += ["", "Memory of a rank, and what it sends", *memory_table(plans)]
     if explained["time"]:
-        lines += ["", *time_table(batch["ranks"], length["total_tokens"], explained["hardware"], {"": explained["time"]})]
+        lines += ["", *time_table(batch["ranks"], length["total_tokens"], explained["hardware"], {"the run": explained["time"]})]
     lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique'})", *_columns(explained["over_the_run"])]
     for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -69,7 +69,7 @@ def whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         scaled = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:[eE]\+?([0-9]{1,2})|([KMBT]))", text)
-        if scaled and (number := Decimal(scaled[1]).scaleb(int(scaled[2] or SUFFIXES[scaled[3]]))) % 1 == 0:
+        if scaled and (number := Fraction(scaled[1]) * 10 ** int(scaled[2] or SUFFIXES[scaled[3]])).denominator == 1:
             value = int(number)
         elif re.fullmatch(r"-?[0-9]{1,40}", text):
             value = int(text)
@@ -114,7 +114,7 @@ def bits_per_second(text: str) -> float:
     rate = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?) ?([mgt])bit", text.strip().lower())
     if not rate or not float(rate[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not the rate of a network; write 100mbit, 25gbit or 3.2tbit")
-    return float(rate[1]) * 10 ** SUFFIXES[rate[2].upper().replace("G", "B")]
+    return float(rate[1]) * {"m": 1e6, "g": 1e9, "t": 1e12}[rate[2]]
 
 
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
