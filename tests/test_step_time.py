@@ -16,6 +16,7 @@ from launch.config.flags import whole_number
 from launch.formats.hf_folder import _config
 from model.accounting import device_named, parameter_count, peak_flops
 from model.presets import PRESETS, GPTConfig, shape_of
+from tests.commands import run_script
 from tests.helpers import explained, refusal, refusal_of, run_here
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +120,29 @@ def test_explain_plans_the_time_and_names_the_mfu():
     assert page["time"]["days"] * 86_400 == pytest.approx(arithmetic)
     assert explained(*flags, "--mfu", "0.4")["hardware"]["assumed"] == "MFU 0.4 (--mfu)"
     assert explained(*flags[:4])["time"] is None
+
+
+def test_the_commands_print_days_and_hide_defaults(tmp_path):
+    run = [
+        "--data",
+        str(tmp_path),
+        "--recipe",
+        "recipes/zero_2",
+        "--preset",
+        "llama3-8b",
+        "--tokens",
+        "1T",
+        "--gpus",
+        "16",
+        "--device",
+        "h100",
+    ]
+    pages = [run_script("launch/pretrain.py", *run, "--explain", *more).stdout for more in ((), ("full",))]
+    assert ["sub_group_size" in page for page in pages] == [False, True]
+    pages.append(run_script("launch/plan.py", *run, "--interconnect", "400gbit").stdout)
+    for page in pages:
+        assert "Time of 1,000,001,765,376 tokens on 16 x H100 HBM3, 989.4 TFLOP/s in bf16\n" in page
+        assert re.search(r"^  days +90\.5$|^  days +91\.4$", page, re.M), page
 
 
 def test_a_number_of_tokens_may_have_a_suffix():

@@ -126,7 +126,7 @@ FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "recor
 #: The groups of flags, with their titles in --help.
 TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"
 AUTO, EVALUATION, RUN = 'values that the JSON leaves "auto"', "evaluation", "run"
-PLAN = "plans, with --explain"
+PLAN = "the plan (launch/pretrain.py: with --explain)"
 #: The groups whose flags a recipe may suggest, except `data`: the model and its training, not the run or the machine.
 OF_RECIPES = (MODEL, LENGTH, AUTO, EVALUATION)
 
@@ -330,7 +330,7 @@ OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "interconnect": {
             "type": bits_per_second,
             "metavar": "RATE",
-            "help": "rate of a host's network adapters together, or of one host's GPUs, e.g. 400gbit (communication takes no time)",
+            "help": "rate of all network adapters of a host, or on one host of a GPU's link, e.g. 400gbit (communication takes no time)",
         },
     },
 }

@@ -2,9 +2,9 @@
 
     python launch/plan.py --preset llama3-8b --gpus 16 --device h100 --tokens 1T --interconnect 400gbit
 
-The MFU is that of a step without communication. A collective is a ring: while it sends n bytes from each rank, n bytes leave each host, so
-the rate is that of all adapters of a host together. An exchange of all ranks with all, which 1-bit Adam and Muon use, is no ring: from a
-host of g GPUs leave g times the bytes of a rank.
+The MFU is that of a step without communication. A collective is a ring: while each rank sends n bytes, n bytes leave each host, so the rate
+is that of all adapters of a host together, or on one host that of a GPU's link. An exchange of all ranks with all, as in 1-bit Adam and
+Muon, is no ring: g times the bytes of a rank leave a host of g GPUs.
 
 What overlaps: with `overlap_comm`, stage 2 reduces gradients during the backward pass, stage 1 during that of the last micro-batch, and
 stage 3 sends everything during forward and backward passes. All other communication is added to the arithmetic. Not in the plan: latency,
