@@ -28,6 +28,7 @@ from launch.config.explain import as_text, explain
 from launch.config.flags import MUST
 from launch.config.ranks import learn_rank, require_launcher
 from launch.config.run_config import RunConfig, resolve
+from launch.config.step_time import hardware_of
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.formats.checkpoint_files import what_resume_does
 from launch.training.observers import Observer, Observers
@@ -55,8 +56,8 @@ def main() -> int:
     learn_rank()
     config, flags = resolve(sys.argv[1:])
     if flags.explain:
-        explained = explain(config)
-        print_once(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
+        explained = explain(config, hardware_of(flags, config))
+        print_once(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained, flags.explain == "full"))
         return 0
     ignore_output_errors()
     require_launcher(config.ranks)

@@ -131,10 +131,27 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     `device_name` is the result of torch.cuda.get_device_name(). Returns None if the device, or its figure for this dtype, is not in the
     table.
     """
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    words = _words(device_name)
     if words & _OTHER_PRODUCTS:
         return None
     for required, peaks in _PEAKS:
         if required <= words:
             return peaks[dtype] * 1e12 if dtype in peaks else None
     return None
+
+
+def device_named(text: str) -> str | None:
+    """The device that `text` means in a plan, with the words of the table: "H100 HBM3" for "h100". None if there is none.
+
+    If it means several, it is the one with the highest peak in fp16.
+    """
+    named = [(peaks["fp16"], required) for required, peaks in _PEAKS if any(map(str.isdigit, text)) and _words(text) <= required]
+    return " ".join(sorted(max(named, key=lambda one: one[0])[1])) if named else None
+
+
+def _words(device_name: str) -> set[str]:
+    return set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+
+
+#: What `device_named` finds.
+KNOWN_DEVICES = tuple("-".join(sorted(required)).lower() for required, _ in _PEAKS)

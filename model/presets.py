@@ -8,7 +8,7 @@ not import torch, so that `--help` is fast.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 VOCAB_MULTIPLE = 128  # rows of the token embedding; keeps the head's matmul on tensor-core tiles (50,257 -> 50,304)
@@ -127,6 +127,9 @@ class Preset:
         global_batch_size: sequences per step over all ranks.
         micro_batch_size: largest micro-batch of a rank, in sequences; smaller if ranks x micro_batch_size exceeds the global batch.
         steps, warmup_steps: optimizer steps.
+        architecture: of the model, unless a flag names another.
+        published: fields of the published model that are not those of its architecture; for that architecture only.
+        vocab_size: of the published model; assumed without a corpus.
     """
 
     shape: ModelShape
@@ -135,6 +138,13 @@ class Preset:
     micro_batch_size: int
     steps: int
     warmup_steps: int
+    architecture: str = "gpt2"
+    published: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int = 50_257
+
+    def fields_in(self, architecture: str) -> Mapping[str, Any]:
+        """The fields that the preset sets for a model of `architecture`."""
+        return self.published if architecture == self.architecture else {}
 
 
 def check_positive_int(name: str, value: object) -> None:
@@ -233,6 +243,9 @@ def shape_of(sizes: ModelShape, architecture: str, given: Mapping[str, Any]) -> 
 # Batches: 0.5 M tokens = 512 x 1,024; 1 M = 1,024 x 1,024 = 512 x 2,048; 2 M = 1,024 x 2,048.
 # Warm-up: 375 M tokens (same paper, appendix B) = 715 steps of 0.5 M, 358 of 1 M, 179 of 2 M.
 # Steps: 20 tokens per parameter (Chinchilla, arXiv 2203.15556) instead of GPT-3's 300 B tokens.
+# Shapes llama*, qwen3*: config.json of huggyllama/llama-7b, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B and Qwen/Qwen3-0.6B; qwen3 at the
+# 4,096 tokens of most of its pretraining (arXiv 2505.09388, section 3.2). Rates and batches: LLaMA (arXiv 2302.13971, table 2 and section
+# 2.2), Llama 3 (arXiv 2407.21783, table 3; LLaMA's batch and warm-up); Qwen's are not published, so GPT-3's row of the nearest count.
 # nano and micro are for minutes on two cores with the 8k vocabulary; they are narrower than all rows of that table, so rates are higher.
 PRESETS: dict[str, Preset] = {
     # 8 x 128 = 1,024 tokens per step; 1,000 steps = 1.0 M tokens, a third of the corpus, two minutes on two cores
@@ -255,4 +268,52 @@ PRESETS: dict[str, Preset] = {
     "gpt3-6.7b": Preset(ModelShape(32, 32, 4096, 2048), 1.2e-4, global_batch_size=1024, micro_batch_size=2, steps=63_500, warmup_steps=179),
     # 20 x 12,853 M = 257 B
     "gpt3-13b": Preset(ModelShape(40, 40, 5120, 2048), 1e-4, global_batch_size=1024, micro_batch_size=1, steps=122_580, warmup_steps=179),
+    # 20 x 6,738 M = 135 B
+    "llama-7b": Preset(
+        ModelShape(32, 32, 4096, 2048),
+        lr=3e-4,
+        global_batch_size=2048,
+        micro_batch_size=2,
+        steps=32_130,
+        warmup_steps=2_000,
+        architecture="llama",
+        published={"n_kv_head": 32, "d_ff": 11_008, "rope_theta": 10_000.0, "norm_eps": 1e-6},
+        vocab_size=32_000,
+    ),
+    # 20 x 8,030 M = 161 B
+    "llama3-8b": Preset(
+        ModelShape(32, 32, 4096, 8192),
+        lr=3e-4,
+        global_batch_size=512,
+        micro_batch_size=1,
+        steps=38_290,
+        warmup_steps=2_000,
+        architecture="llama",
+        published={"n_kv_head": 8, "d_ff": 14_336},
+        vocab_size=128_256,
+    ),
+    # 20 x 8,191 M = 164 B
+    "qwen3-8b": Preset(
+        ModelShape(36, 32, 4096, 4096),
+        lr=1.2e-4,
+        global_batch_size=512,
+        micro_batch_size=1,
+        steps=78_120,
+        warmup_steps=179,
+        architecture="qwen3",
+        published={"n_kv_head": 8, "d_head": 128, "d_ff": 12_288, "tied_head": False},
+        vocab_size=151_936,
+    ),
+    # 20 x 596 M = 11.9 B
+    "qwen3-0.6b": Preset(
+        ModelShape(28, 16, 1024, 4096),
+        lr=2.5e-4,
+        global_batch_size=128,
+        micro_batch_size=4,
+        steps=22_740,
+        warmup_steps=715,
+        architecture="qwen3",
+        published={"n_kv_head": 8, "d_head": 128, "d_ff": 3_072},
+        vocab_size=151_936,
+    ),
 }

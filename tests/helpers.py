@@ -20,6 +20,7 @@ import torch
 
 from launch.config.explain import explain as explained_run
 from launch.config.run_config import RunConfig, needs_cuda, resolve
+from launch.config.step_time import hardware_of
 from launch.errors import run_command
 from launch.formats.checkpoint_files import complete_checkpoints, file_entry, read_state, state_text
 from model.presets import FIELDS, GPTConfig, ModelShape, shape_of
@@ -69,7 +70,8 @@ def explain(*flags: str) -> subprocess.CompletedProcess[str]:
     """What `launch/pretrain.py --explain json` with `flags` ends with and prints, without a process of its own."""
 
     def command() -> int:
-        print(json.dumps(explained_run(resolve(["--explain", "json", *flags])[0])))
+        config, parsed = resolve(["--explain", "json", *flags])
+        print(json.dumps(explained_run(config, hardware_of(parsed, config))))
         return 0
 
     return run_here(command)

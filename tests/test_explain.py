@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.config.explain import as_text, explain
-from launch.config.run_config import GPT2_VOCAB_SIZE, resolve
+from launch.config.run_config import resolve
 from model.accounting import flops_per_token, parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes.progressive_layer_drop.technique import draws
@@ -108,7 +108,7 @@ def test_the_arithmetic_is_that_of_the_model(corpus):
 
 def test_a_run_is_explained_without_its_corpus(tmp_path):
     config, _ = resolve([*LARGE, "--explain", "--data", str(tmp_path / "none")])
-    assert config.vocab_size == GPT2_VOCAB_SIZE
+    assert config.vocab_size == 50_257
     (missing,) = explain(config)["lacks"]
     assert "a vocabulary of 50,257 is assumed" in missing
     assert "Missing on this machine" in as_text(explain(config))
@@ -191,11 +191,14 @@ def test_blocks_that_are_dropped_cost_nothing(corpus, explained):
 
 def test_the_text_has_every_value_and_fits_the_terminal(explained):
     page = explained("--steps", "100")
-    text = as_text(page)
+    text = as_text(page, full=True)
     for key, item in {**page["run"], **page["engine"]}.items():
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [key] and item["from"] in line]
         assert item["from"] in line
     assert max(map(len, text.splitlines())) <= 140
+    short = as_text(page)
+    assert "zero_optimization.stage " in short and "gradient_clipping " in short and "sub_group_size" not in short
+    assert len(text.splitlines()) - len(short.splitlines()) > 20
 
 
 def test_it_prints_nothing_else_makes_nothing_and_is_quick(tmp_path):

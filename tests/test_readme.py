@@ -301,7 +301,9 @@ def test_the_table_of_presets_has_their_values():
         name, parameters, *cells = [cell.strip(" `") for cell in row.split("|")[1:-1]]
         found[name] = [float(cell.replace(",", "")) for cell in cells]
         number, unit = parameters.split()
-        count = parameter_count(GPTConfig(**asdict(PRESETS[name].shape), vocab_size=50_257))
+        preset = PRESETS[name]
+        shape = shape_of(preset.shape, preset.architecture, preset.published)
+        count = parameter_count(GPTConfig(**asdict(shape), vocab_size=preset.vocab_size))
         assert math.isclose(float(number) * {"M": 1e6, "B": 1e9}[unit], count, rel_tol=0.02)
     values = {name: vars(preset) | vars(preset.shape) for name, preset in PRESETS.items()}
     assert found == {name: [values[name][column] for column in columns] for name in PRESETS}

@@ -19,6 +19,7 @@ from launch.config.deepspeed_schema import DTYPES, deepspeed_silenced, quiet_dee
 from launch.config.flags import EVALUATION, LENGTH, MODEL, RUN, flags_of
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.run_config import RunConfig, needs_cuda
+from launch.config.step_time import Hardware, time_of
 from launch.errors import printable_line
 from launch.formats.files import dotted
 from model.accounting import flops_per_token, parameter_count
@@ -50,10 +51,19 @@ ROWS = {
     "checkpointed_peak": "peak, checkpointed",
     "sent": "sent a step, mean",
 }
+#: The rows of a plan of time.
+TIME_ROWS = {
+    "arithmetic_seconds": "arithmetic, s a step",
+    "communication_seconds": "communication, s a step",
+    "overlapped_seconds": "of it overlapped, s a step",
+    "step_seconds": "step, s",
+    "tokens_per_second_and_gpu": "tokens/s per GPU",
+    "days": "days",
+    "gpu_hours": "GPU-hours",
+}
 #: Keys that change memory or bytes sent, and that the plan ignores.
 NOT_PLANNED = (
     "communication_data_type",
-    "data_types.grad_accum_dtype",
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
     *(
@@ -68,17 +78,19 @@ NOT_PLANNED = (
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 
 
-def explain(config: RunConfig) -> dict[str, Any]:
-    """Everything that `--explain` prints, as JSON values. Bytes and FLOPs are whole numbers."""
+def explain(config: RunConfig, hardware: Hardware | None = None) -> dict[str, Any]:
+    """Everything that `--explain` prints, as JSON values. Bytes and FLOPs are whole numbers. hardware: to plan the time for."""
     model = config.model_config
     parameters, per_token = parameter_count(model), flops_per_token(model)
     flops_per_step = round(per_token * config.tokens_per_step)
-    over_the_run, run_flops = _over_the_run(config, model)
+    over_the_run, run_flops = over_the_run_of(config, model)
+    sent = bytes_of(config, model)
     return {
         "config_file": config.config_file,
         "recipe": config.recipe,
         "run": dict(_run_values(config)),
         "engine": dict(_engine_values(config)),
+        "left_out": [path for path, _ in defaults_left_open(config.ds_config)],
         "batch": {
             "micro_batch_size": config.micro_batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
@@ -101,7 +113,9 @@ def explain(config: RunConfig) -> dict[str, Any]:
             "run": run_flops,
         },
         "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
-        "bytes_sent_per_step": bytes_of(config, model),
+        "bytes_sent_per_step": sent,
+        "hardware": hardware._asdict() if hardware else None,
+        "time": time_of(config, hardware, sent, run_flops, over_the_run[-1]["step"]) if hardware else None,
         "techniques": [type(member).__module__.split(".")[-2] for member in registry.make_techniques(config).members],  # their folders
         "over_the_run": over_the_run,
         "notes": [
@@ -168,7 +182,7 @@ def _valued(value: Any, origin: str) -> dict[str, Any]:
     return {"value": value, "from": origin}
 
 
-def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
+def over_the_run_of(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
     """The schedules' values at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without skipped blocks.
 
     The techniques are asked for every step by `on_step` and `metrics`, or one of several steps in a very long run.
@@ -214,13 +228,16 @@ def learning_rate(config: RunConfig) -> Callable[[int, int], float]:
 # --- the page -----------------------------------------------------------------------------------------------------------------------
 
 
-def as_text(explained: dict[str, Any]) -> str:
-    """`explained` for a reader: short tables, at most about 120 columns wide."""
+def as_text(explained: dict[str, Any], full: bool = False) -> str:
+    """`explained` for a reader: short tables, at most about 120 columns wide. full: with DeepSpeed's defaults."""
     batch, length, model, flops = (explained[key] for key in ("batch", "length", "model", "flops"))
     plans = {heading: explained["memory_per_rank"][key] | {"sent": explained["bytes_sent_per_step"]} for key, heading in DEVICES.items()}
     lines = [f"{explained['config_file']}" + (f" (recipes/{explained['recipe']})" if explained["recipe"] else "")]
     lines += ["", "The run", *_value_rows(explained["run"])]
-    lines += ["", "The DeepSpeed JSON", *_value_rows(explained["engine"])]
+    left_out = [] if full else explained["left_out"]
+    lines += ["", "The DeepSpeed JSON", *_value_rows({name: item for name, item in explained["engine"].items() if name not in left_out})]
+    if left_out:
+        lines.append(f"  {len(left_out)} keys that are left out have DeepSpeed's defaults; --explain full shows them.")
     lines += [
         "",
         "Batch, length and arithmetic",
@@ -233,6 +250,8 @@ def as_text(explained: dict[str, Any]) -> str:
         "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
     lines += ["", "Memory of a rank, and what it sends", *memory_table(plans)]
+    if explained["time"]:
+        lines += ["", *time_table(batch["ranks"], length["total_tokens"], explained["hardware"], {"the run": explained["time"]})]
     lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique'})", *_columns(explained["over_the_run"])]
     for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:
@@ -251,6 +270,21 @@ def memory_table(columns: dict[str, dict[str, Any]]) -> list[str]:
     if any(plan["host"] or plan["drive"] for plan in columns.values()):
         notes.append("  Offloaded states are in their own rows too. On a GPU the peak leaves them out.")
     return [*_aligned(rows), *notes]
+
+
+def time_table(ranks: int, total_tokens: int, hardware: dict[str, Any], columns: dict[str, dict[str, float]]) -> list[str]:
+    """Plans of time side by side: the lines of a table, below what they assume."""
+    network = f"network of {hardware['network'] / 1e9:,.4g} Gbit/s" if hardware["network"] else "communication in no time (--interconnect)"
+    rows = [["", *columns], *([name, *(_number(plan[key]) for plan in columns.values())] for key, name in TIME_ROWS.items())]
+    return [
+        f"Time of {total_tokens:,} tokens on {ranks} x {hardware['device']}",
+        f"  assumed: {hardware['assumed']}; {network}",
+        *_aligned(rows),
+    ]
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" if number else "-"
 
 
 def _bytes(number: int) -> str:

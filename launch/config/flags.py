@@ -13,12 +13,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from launch.errors import UsageError, is_local_rank_0, nearest
 from launch.formats.checkpoint_files import checkpoint_at
 from launch.formats.metrics import read_run_json
+from model.accounting import KNOWN_DEVICES, device_named
 from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS, SIZES
 from recipes.registry import Recipe, read_recipe
 
@@ -30,6 +32,8 @@ DEFAULT_DATA = "data/stdlib"
 MAX_LR = 100.0
 #: Positions in the data are int64.
 MAX_TOKENS = 10**18
+#: Suffix of a whole number -> the power of ten.
+SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
 #: The default of --save_every is at most this.
 MOST_STEPS_UNSAVED = 1_000
 #: `--resume=must` refuses to start without a checkpoint; plain `--resume` then starts at step 0.
@@ -69,12 +73,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
-    """A type for argparse: a whole number from `minimum` to `maximum`. It may be written as 1e9."""
+    """A type for argparse: a whole number from `minimum` to `maximum`. It may be written as 1e9, 300B or 1.4T."""
 
     def parse(text: str) -> int:
-        exponent = re.fullmatch(r"([0-9]{1,18})[eE]\+?([0-9]{1,2})", text)  # 1e9
-        if exponent:
-            value = int(exponent[1]) * 10 ** int(exponent[2])
+        scaled = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:[eE]\+?([0-9]{1,2})|([KMBT]))", text)
+        if scaled and (number := Fraction(scaled[1]) * 10 ** int(scaled[2] or SUFFIXES[scaled[3]])).denominator == 1:
+            value = int(number)
         elif re.fullmatch(r"-?[0-9]{1,40}", text):
             value = int(text)
         else:
@@ -113,6 +117,21 @@ def profiled(text: str) -> str:
     return text
 
 
+def device(text: str) -> str:
+    """A type for argparse: "cuda", "cpu", or a GPU with a known peak."""
+    if text not in ("cuda", "cpu") and device_named(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no known device; known are cuda, cpu, {', '.join(KNOWN_DEVICES)}")
+    return text
+
+
+def bits_per_second(text: str) -> float:
+    """A type for argparse: the rate of a network, in bits per second."""
+    rate = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?) ?([mgt])bit", text.strip().lower())
+    if not rate or not float(rate[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the rate of a network; write 100mbit, 25gbit or 3.2tbit")
+    return float(rate[1]) * {"m": 1e6, "g": 1e9, "t": 1e12}[rate[2]]
+
+
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
 
 #: What a change of a value means. FIXED: it decides what the next step computes, so a resume must not change it. TRAINING: it changes the
@@ -122,6 +141,7 @@ FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "recor
 #: The groups of flags, with their titles in --help.
 TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"
 AUTO, EVALUATION, RUN = 'values that the JSON leaves "auto"', "evaluation", "run"
+PLAN = "the plan (launch/pretrain.py: with --explain)"
 #: The groups whose flags a recipe may suggest, except `data`: the model and its training, not the run or the machine.
 OF_RECIPES = (MODEL, LENGTH, AUTO, EVALUATION)
 
@@ -171,7 +191,7 @@ class RunValues:
         MODEL, RECORD, default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)"
     )
     architecture: str = value(
-        MODEL, FIXED, default="gpt2", choices=ARCHITECTURES, help="sets the fields below; a flag overrides one field (gpt2)"
+        MODEL, FIXED, origin="preset {preset}", choices=ARCHITECTURES, help="sets the fields below; a flag overrides one field (preset)"
     )
     no_cross_document: bool = value(
         MODEL,
@@ -322,10 +342,20 @@ OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "explain": {
             "nargs": "?",
             "const": "text",
-            "choices": ("text", "json"),
-            "help": "print the resolved run and stop: text, or json; needs no launcher, no corpus and no GPU",
+            "choices": ("text", "full", "json"),
+            "help": "print the resolved run and stop: text, full (with DeepSpeed's defaults) or json; needs no launcher, corpus or GPU",
         },
         "local_rank": {"type": int, "default": 0, "help": argparse.SUPPRESS},  # the launcher appends it
+    },
+    PLAN: {
+        "gpus": {"type": _positive, "dest": "ranks", "help": "the same as --ranks"},
+        "device": {"type": device, "help": "cuda, cpu, or the GPU to plan for, such as h100, which also plans the time"},
+        "mfu": {"type": real_number(0, 1, above=True), "help": "MFU without communication (measured: benchmarks/gpu/utilization.json)"},
+        "interconnect": {
+            "type": bits_per_second,
+            "metavar": "RATE",
+            "help": "rate of all network adapters of a host, or on one host of a GPU's link, e.g. 400gbit (communication takes no time)",
+        },
     },
 }
 
@@ -350,7 +380,7 @@ def build_parser() -> Parser:
         description="Train a GPT with the DeepSpeed engine. The JSON sets the technique; the preset and the flags set size and length.",
         epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
     )
-    add_flags(parser, TECHNIQUE, *OF_RECIPES, RUN)
+    add_flags(parser, TECHNIQUE, *OF_RECIPES, RUN, PLAN)
     return parser
 
 
@@ -470,7 +500,7 @@ def open_recipe(folder: str | Path) -> Recipe:
     """`read_recipe`. Raises UsageError if the recipe sets flags of a run or of a machine, such as --resume or --runs_dir."""
     recipe = read_recipe(folder)
     allowed = {"set", *(name for group in OF_RECIPES for name in flags_of(group))} - {"data"}
-    known = {name for group in (TECHNIQUE, *OF_RECIPES, RUN) for name in flags_of(group)}
+    known = {name for group in (TECHNIQUE, *OF_RECIPES, RUN, PLAN) for name in flags_of(group)}
     found = {word.partition("=")[0][2:]: "flags" for word in recipe.flags}
     found |= {flag: f"experiments.{name}.sweep" for name, experiment in recipe.experiments.items() for flag in experiment.sweep}
     for name in sorted(found.keys() & known - allowed):
@@ -531,6 +561,9 @@ def _check_names(flags: argparse.Namespace) -> None:
     for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from", "branch_from"):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
+    for name in ("device", "mfu", "interconnect"):
+        if getattr(flags, name) is not None and flags.explain is None:
+            raise UsageError(f"--{name} is for a plan, and trains nothing; add --explain, or leave it out")
     name = "run" if flags.run_name is None else flags.run_name
     too_long = len(os.fsencode(name)) > 200
     if name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable() or too_long:

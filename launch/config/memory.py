@@ -27,7 +27,7 @@ from launch.formats.sub_groups import sub_group_sizes
 from model.accounting import LOSS_ROWS, WIDTH, model_tensors
 from model.presets import NORM_SIZES, GPTConfig
 from recipes import registry
-from recipes.technique import Techniques
+from recipes.technique import FP32_NAMES, Techniques
 
 if TYPE_CHECKING:  # it imports this module
     from launch.config.run_config import RunConfig
@@ -134,6 +134,17 @@ class RankSizes:
         return WIDTH[self.run.precision]
 
     @property
+    def sum_width(self) -> int:
+        """Bytes of an element of the micro-batches' summed gradient. Stages 1 and 2 ignore the key if the optimizer is offloaded."""
+        asked = (self.run.ds_config.get("data_types") or {}).get("grad_accum_dtype") in FP32_NAMES
+        return FP32 if asked and not (self.offloads_optimizer and self.stage < 3) else self.w
+
+    @property
+    def has_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed uses its `BF16_Optimizer` (`runtime/bf16_optimizer.py`), which keeps all sums on every rank."""
+        return self.stage == 1 and self.run.precision == "bf16" and self.sum_width == FP32
+
+    @property
     def tokens(self) -> int:
         return self.run.micro_batch_size * self.model.seq_len
 
@@ -202,7 +213,7 @@ def parameter_sizes(model: GPTConfig, own_group: Collection[str] = ()) -> list[l
 
 
 def _model_states(rank: RankSizes) -> Iterator[Term]:
-    run, stage, w, whole = rank.run, rank.stage, rank.w, rank.w * sum(rank.flat)
+    run, stage, w, whole = rank.run, rank.stage, rank.w, rank.sum_width * sum(rank.flat)
     owned, accumulates = sum(rank.owned), run.gradient_accumulation_steps > 1
     weights = w * owned * (run.ranks if stage in (1, 2) else 1)
     if stage == 3 and (group := second_group(rank.zero, run.ranks)) > 1:
@@ -211,15 +222,17 @@ def _model_states(rank: RankSizes) -> Iterator[Term]:
         weights += sum(w * -(-n // run.ranks) * run.ranks // group for n in rank.flat if n > persists)
     waiting = 0
     if stage == 3:
-        gradients = carried = w * owned  # one flat buffer, never freed
+        gradients = carried = rank.sum_width * owned  # one flat buffer, never freed
+    elif rank.has_bf16_optimizer:
+        gradients = carried = FP32 * owned * run.ranks + w * sum(rank.flat)  # the sums, and those of a micro-batch, which are never freed
     else:
         # The whole gradients of all parameters that overlap the rank's partition, or of all parameters.
         shared = stage == 2 or (stage == 1 and rank.zero["contiguous_gradients"])
-        gradients = w * _largest_share(rank) if shared else whole
+        gradients = rank.sum_width * owned if rank.sum_width > w else w * _largest_share(rank) if shared else whole
         carried = 0 if not accumulates else gradients if stage == 2 else whole  # stages 0 and 1 reduce in the last micro-batch only
-    if stage == 1 and not rank.zero["overlap_comm"]:
+    if stage == 1 and not rank.zero["overlap_comm"] and not rank.has_bf16_optimizer:
         # They are reduced after the backward pass. Until then, gradients beyond the bucket stay in memory.
-        waiting = max(0, whole - w * int(rank.zero["reduce_bucket_size"]))
+        waiting = max(0, whole - rank.sum_width * int(rank.zero["reduce_bucket_size"]))
     yield Term("weights", weights)
     yield Term("gradients", carried, ("forward", "recompute"))
     yield Term("gradients", gradients + waiting, ("backward",))
@@ -238,8 +251,9 @@ def _update(rank: RankSizes) -> Iterator[Term]:
         size = FP32 * sum(rank.flat) if halves else 0
     else:
         # One group or sub-group at a time: its gradients flattened, and a copy in fp32 if they are not fp32. At stage 3, before the update
-        # the norm in fp64, one parameter at a time.
-        size = rank.largest_owned * (FP32 + w * halves)
+        # the norm in fp64, one parameter at a time. fp32 sums of halves are not copied, and at stages 1 and 2 are flat already.
+        wide = halves and rank.sum_width == FP32
+        size = 0 if wide and rank.stage < 3 else rank.largest_owned * (FP32 + w * (halves and not wide))
         size = max(size, 8 * -(-max(rank.flat) // rank.run.ranks)) if rank.stage == 3 else size
     yield Term("update", size + rank.replaced.get("update", 0) * (not rank.offloads_optimizer), ("update",))
 
@@ -385,8 +399,9 @@ def _buffers(rank: RankSizes) -> Iterator[Term]:
     A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients.
     """
     stage, w, ranks = rank.stage, rank.w, rank.run.ranks
-    if stage == 0:
-        yield Term("buffers", w * min(sum(rank.flat), ALLREDUCE_ELEMENTS) if ranks > 1 else 0, ("backward",))
+    if stage == 0 or rank.has_bf16_optimizer:
+        copies = FP32 + w if rank.has_bf16_optimizer else w  # the sums of all groups, and what is sent
+        yield Term("buffers", copies * min(sum(rank.flat), ALLREDUCE_ELEMENTS) if ranks > 1 else 0, ("backward",))
         return
     bucket = int(rank.zero["reduce_bucket_size"])
     bucketed = sum(n for n in rank.flat if n <= bucket)  # larger parameters are reduced in place
@@ -394,7 +409,7 @@ def _buffers(rank: RankSizes) -> Iterator[Term]:
     elements = 2 * bucket if stage < 3 and rank.zero["overlap_comm"] else bucket
     # Stage 3 always holds its bucket; stages 1 and 2 hold it from the first gradient on.
     written = elements if rank.device == "cuda" else min(elements, bucketed)
-    yield Term("buffers", w * written, MOMENTS if stage == 3 else ("recompute", "backward"))
+    yield Term("buffers", (rank.sum_width if stage == 1 else w) * written, MOMENTS if stage == 3 else ("recompute", "backward"))
     # Slices of several ranks, or several tensors, are concatenated before they are sent.
     largest_sent = max(min(bucket, bucketed), max((n for n in rank.flat if n > bucket), default=0))
     yield Term("buffers", w * largest_sent if ranks > 1 or stage == 3 else 0, ("backward",))
@@ -442,6 +457,8 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
     if stage == 0:
         return round(share * 2 * (w * whole + loss_and_signals))
+    if rank.has_bf16_optimizer:
+        return round(share * (3 * w * padded + 2 * loss_and_signals))  # all-reduced in bf16; the weights
     if stage in (1, 2):
         # The gradients are all-reduced, although each rank keeps only its part, unless each slice is reduced to its owner. Stage 2
         # reduces in every micro-batch, since it keeps no other gradients; stage 1 in the last one only.

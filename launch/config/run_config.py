@@ -30,7 +30,7 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import RunSettings, Techniques, divisors, largest_divisor, steps_of_run
+from recipes.technique import FP32_NAMES, RunSettings, Techniques, divisors, largest_divisor, steps_of_run
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -44,9 +44,9 @@ SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
 #: A run of more epochs, also of one source of a mixture, gets a note.
 MANY_EPOCHS = 10
+#: A bf16 run that sums more micro-batches in bf16 gets a note. At this number the sum is 3% off, which is 0.06 of the gradient's noise.
+MANY_SUMS = 256
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-#: Assumed if a run is explained without its corpus.
-GPT2_VOCAB_SIZE = 50_257
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class RunConfig(RunValues, RunSettings):
     """A resolved run, as data. Batch sizes count sequences, lengths and budgets count tokens.
 
     Attributes:
-        found_corpus: None where a run is explained without it.
+        found_corpus: None where a run is explained without it; its vocabulary size is then `assumed_vocab_size`.
         start: the folder of the initial weights; None also if a checkpoint is loaded.
         steps_to_make: optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch.
         cuda_only: the place of each key that is switched on and needs CUDA -> the least compute capability.
@@ -66,6 +66,7 @@ class RunConfig(RunValues, RunSettings):
     """
 
     found_corpus: Corpus | None = field(repr=False, compare=False)
+    assumed_vocab_size: int = 0
     start: HFFolder | None = field(default=None, repr=False, compare=False)
     steps_to_make: int = 0
     cuda_only: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class RunConfig(RunValues, RunSettings):
 
     @property
     def vocab_size(self) -> int:
-        return self.found_corpus.vocab_size if self.found_corpus else GPT2_VOCAB_SIZE
+        return self.found_corpus.vocab_size if self.found_corpus else self.assumed_vocab_size
 
     @property
     def corpus(self) -> Corpus:
@@ -215,7 +216,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_with_deepspeed(ds_json, claimed)
     ds_json.raise_faults()
 
-    corpus = _corpus(ds_json, flags, shape, micro_batch)
+    corpus = _corpus(ds_json, flags, preset, shape, micro_batch)
     if corpus is not None:
         ds_json.notes += _often_repeated(corpus, flags.data, total_tokens)
     start = _start(flags, run_name, corpus, ds_json.notes)
@@ -244,10 +245,16 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         scheduler=schedule.scheduler,
         techniques={key: value for key, value in own.items() if claimed[key].declaration.is_on(value)},
         found_corpus=corpus,
+        assumed_vocab_size=preset.vocab_size,
         start=start,
         given=flags.given,
         last_json=ds_json.content,
     )
+    if config.precision == "bf16" and accumulation > MANY_SUMS and ds_json.get("data_types", "grad_accum_dtype") not in FP32_NAMES:
+        ds_json.notes.append(
+            f"the gradients of {accumulation:,} micro-batches are summed in bf16, whose rounding adds noise: raise the micro-batch, or at"
+            ' stages 1 to 3 set data_types.grad_accum_dtype to "fp32" (recipes/bf16/README.md)'
+        )
     config = _check_techniques(ds_json, config)
     _check_weights_on_drive(ds_json, config)
     origins = _origins(ds_json, flags) | {"steps": length_from}
@@ -320,7 +327,7 @@ def _check_weights_on_drive(ds_json: DeepSpeedJson, config: RunConfig) -> None:
         )
 
 
-def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, shape: ModelShape, micro_batch: int) -> Corpus | None:
+def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, shape: ModelShape, micro_batch: int) -> Corpus | None:
     """The corpus. `--explain` works without one; what is wrong is then noted in `ds_json.lacks`.
 
     Raises:
@@ -346,7 +353,7 @@ def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, shape: ModelShape
         fault = f"{'' if Path(flags.data).is_dir() else '--data '}{reason}"
         if flags.explain is None:
             raise DataError(fault) from None
-        ds_json.lacks.append(fault if corpus else f"{fault} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
+        ds_json.lacks.append(fault if corpus else f"{fault} (a vocabulary of {preset.vocab_size:,} is assumed)")
     return corpus
 
 
@@ -407,6 +414,7 @@ def _origins(ds_json: DeepSpeedJson, flags: argparse.Namespace) -> dict[str, str
         **{name: one.origin.format_map(vars(flags)) for name, one in VALUES.items()},
         **dict.fromkeys(SIZES, f"preset {flags.preset}"),
         **dict.fromkeys(FIELDS, f"architecture {flags.architecture}"),
+        **dict.fromkeys(PRESETS[flags.preset].fields_in(flags.architecture), f"preset {flags.preset}"),
     }
     launched = {"ranks": "the launcher"} if "WORLD_SIZE" in os.environ else {}
     return left_open | flags.origins | launched | ds_json.origins()
@@ -425,12 +433,14 @@ def _ranks(flags: argparse.Namespace) -> int:
 
 
 def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
+    """The preset and the model. Replaces `flags.architecture`, if it is not given, by the preset's."""
     if flags.preset not in PRESETS:
         raise UsageError(f"--preset {flags.preset}: no such preset{nearest(flags.preset, PRESETS)}; there are {', '.join(PRESETS)}")
     preset = PRESETS[flags.preset]
+    flags.architecture = flags.architecture or preset.architecture
     given = given_fields(flags, asdict(preset.shape))
     try:
-        return preset, shape_of(preset.shape, flags.architecture, given)
+        return preset, shape_of(preset.shape, flags.architecture, {**preset.fields_in(flags.architecture), **given})
     except ValueError as reason:
         given_flags = ", ".join(f"--{key} {str(value).lower()}" for key, value in given.items())
         raise UsageError(f"--preset {flags.preset} --architecture {flags.architecture} with {given_flags}: {reason}") from None

@@ -67,11 +67,13 @@ def states_of(ds_engine: Any) -> dict[str, int]:
             attribute("averaged_gradients"),
             attribute("grads_in_partition"),
             attribute("grad_partitions_flat_buffer"),
+            attribute("fp32_groups_gradients_flat"),
         ],
         "master_weights": [
             attribute("fp32_groups"),
             attribute("single_partition_of_fp32_groups"),
             attribute("fp32_partitioned_groups_flat"),
+            attribute("fp32_groups_flat_partition"),
         ],
         "optimizer_states": [list(state.values()) for state in inner.state.values()],
     }

@@ -56,6 +56,16 @@ def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
     return weights / (ranks if stage >= 3 else 1) + gradients / (ranks if stage >= 2 else 1) + optimizer / (ranks if stage >= 1 else 1)
 
 
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+def test_fp32_sums_of_gradients_are_planned(two_ranks, corpus, tmp_path, stage):
+    run = flags(corpus, tmp_path, f"zero{stage}_bf16", *SHAPE, "--set", "data_types.grad_accum_dtype=fp32", "--run_name", "r")
+    ranks = two_ranks.run(JOB, flags=[*run, "--micro_batch_size", "1", "--global_batch_size", "4"])
+    assert largest(ranks) == pytest.approx(ranks[0]["planned"], rel=STATES_WITHIN, abs=4096)
+    for rank in ranks:
+        assert rank["not in a part"] <= rank["buffers"] + 4 * 2**20
+        assert rank["sent"][0] == rank["sent"][1]
+
+
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp32", "fp16"))])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
