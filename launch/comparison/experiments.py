@@ -213,8 +213,9 @@ def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_d
                     print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
                 elif not flags.keep_checkpoints:
                     shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
-                if bar.disable and not flags.quiet:
-                    print_once(f"{len(ended)} of {len(trials)} runs have ended")
+                if not flags.quiet:
+                    how = "failed" if code else progress(read_log(runs_dir / name))
+                    bar.write(f"{len(ended)} of {len(trials)} runs have ended: {name}: {how}")
 
             try:
                 for group in [trials] if flags.parallel else groups:
