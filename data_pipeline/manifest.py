@@ -96,7 +96,7 @@ class Manifest(_Strict):
             raise ValueError(f"eot_id is {self.eot_id}, but must be below vocab_size, {self.vocab_size}")
         if abs(sum(self.mixture) - 1) > SUM_TOLERANCE:
             raise ValueError(f"mixture sums to {sum(self.mixture):g}, but must sum to 1")
-        if self.names is not None and len({*self.names}) < len(self.mixture):
+        if self.names is not None and not len(self.names) == len({*self.names}) == len(self.mixture):
             raise ValueError(f"names must be {len(self.mixture)} different names, one for each weight of the mixture")
         shards = [*self.splits["train"].shards, *self.splits["val"].shards]
         if any(shard.group >= len(self.mixture) for shard in shards):

@@ -198,7 +198,8 @@ def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_d
                 if flags.quiet or not (text := progress(read_log(runs_dir / name))):
                     return
                 if width:
-                    lines[name] = lines.get(name) or tqdm(bar_format="{desc}", leave=False, **width)
+                    if name not in lines:
+                        lines[name] = tqdm(bar_format="{desc}", leave=False, **width)
                     lines[name].set_description_str(f"{name}: {text}")
                 elif time.monotonic() - printed.get(name, -math.inf) > SECONDS_BETWEEN_LINES:
                     printed[name] = time.monotonic()

@@ -181,7 +181,7 @@ def _measures(
     ended = _end(description)
     of_sources = [key.removeprefix("whole_") for key in (*columns, *ended) if "val_loss/" in key]
     for key in dict.fromkeys(["val_loss", *of_sources]):
-        final = ended.get(f"whole_{key}") if whole else next(reversed(columns[key].tolist()), None)
+        final = ended.get(f"whole_{key}") if whole else next(reversed(columns.get(key, np.zeros(0)).tolist()), None)
         if diverged and (description["eval_every"] or whole):
             measures[f"final_{key}"] = math.inf
         elif finished and final is not None and is_finite_number(final):

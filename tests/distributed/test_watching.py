@@ -13,6 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from launch.training.run_folder.picture import draw_run
+from launch.training.run_folder.progress import _measured
 from tests.commands import run_script
 from tests.run_folders import TOKENS, description, line, write_run
 
@@ -70,6 +71,10 @@ def test_evaluations_stay_on_a_terminal(columns, corpus, tmp_path):
         assert re.search(r"step 4, loss [\d.]+, norm [\d.e+-]+, [\d.]+ GiB", bars[-1]) and max(map(len, bars)) <= columns
     else:
         assert not bars
+
+
+def test_a_line_has_the_mfu_where_it_is_known():
+    assert [*_measured({"grad_norm": None, "mfu": 0.4412, "peak_memory_bytes": 3 * 2**29})] == ["norm not finite", "mfu 44.1%", "1.50 GiB"]
 
 
 def test_a_stranger_reads_the_picture(corpus, tmp_path, monkeypatch):
