@@ -45,18 +45,23 @@ class Loader:
             self.split.prefetch(indices, self.seq_len)
         yield from map(self._tensor, windows)
 
-    def validation_batches(self, n_windows: int, micro_batch_size: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """(tensor, weight) pairs that cover, over all ranks, `n_windows` windows spread evenly over the split, each once.
-
-        The windows (at most all of the split) are the same for every world size. Every rank yields the same number of pairs, as
-        collectives require. The weight is the number of rows, or 0 for a filler row if this rank has no windows left.
-        """
+    def validation_windows(self, n_windows: int) -> np.ndarray:
+        """The numbers of `n_windows` windows (at most all of the split) that are spread evenly over it, ascending: int64."""
         n_windows = min(n_windows, self.n_windows)
-        windows = np.arange(n_windows, dtype=np.int64) * self.n_windows // n_windows
+        return np.arange(n_windows, dtype=np.int64) * self.n_windows // n_windows
+
+    def validation_batches(self, n_windows: int, micro_batch_size: int) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        """(tensor, windows) pairs that cover, over all ranks, the `validation_windows`, each once.
+
+        They are the same for every world size. Every rank yields the same number of pairs, as collectives require. A pair has the number of
+        the window of each row, or none for a filler row if this rank has no windows left.
+        """
+        windows = self.validation_windows(n_windows)
+        n_windows = len(windows)
         per_round = micro_batch_size * self.world_size
         for start in range(self.rank * micro_batch_size, -(-n_windows // per_round) * per_round, per_round):
             mine = windows[start : start + micro_batch_size]
-            yield self._tensor(mine if len(mine) else windows[:1]), len(mine)
+            yield self._tensor(mine if len(mine) else windows[:1]), mine
 
     def _tensor(self, indices: np.ndarray) -> torch.Tensor:
         on_gpu = self.device.type == "cuda"

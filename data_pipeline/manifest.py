@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable
+from glob import has_magic
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +35,7 @@ def _is_file_name(name: str) -> str:
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, AfterValidator(_is_file_name)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+SourceName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 Weight = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
@@ -82,6 +86,7 @@ class Manifest(_Strict):
     sources: list[Any]
     options: dict[Any, Any]
     mixture: Annotated[list[Weight], Field(min_length=1, max_length=MAX_GROUPS)]
+    names: list[SourceName] | None = None  # of a mixture's sources; earlier versions wrote none
     dropped: dict[Any, Any]
     splits: Annotated[dict[Literal["train", "val"], SplitTotals], Field(min_length=2)]
 
@@ -91,6 +96,8 @@ class Manifest(_Strict):
             raise ValueError(f"eot_id is {self.eot_id}, but must be below vocab_size, {self.vocab_size}")
         if abs(sum(self.mixture) - 1) > SUM_TOLERANCE:
             raise ValueError(f"mixture sums to {sum(self.mixture):g}, but must sum to 1")
+        if self.names is not None and not len(self.names) == len({*self.names}) == len(self.mixture):
+            raise ValueError(f"names must be {len(self.mixture)} different names, one for each weight of the mixture")
         shards = [*self.splits["train"].shards, *self.splits["val"].shards]
         if any(shard.group >= len(self.mixture) for shard in shards):
             raise ValueError(f"the group of a shard must be below {len(self.mixture)}, the number of weights of the mixture")
@@ -98,6 +105,21 @@ class Manifest(_Strict):
         if len(set(names)) < len(names):
             raise ValueError(f"the file {next(name for name in names if names.count(name) > 1)} is named twice")
         return self
+
+
+def source_names(sources: Iterable[Any], given: Iterable[str] = ()) -> list[str]:
+    """A name for each of the manifest's `sources`: that of its folder or file without suffixes, made unique.
+
+    given: names that are in use.
+    """
+    taken, names = {*given}, list[str]()
+    for source in sources:
+        place = str(source.get("name")) if isinstance(source, dict) else ""
+        last = next((part for part in reversed(place.split("/")) if part and not has_magic(part)), "")
+        name = re.sub(r"[^\w.-]+", "_", re.sub(r"(\.[A-Za-z]\w*)+$", "", last)).strip("._") or "source"
+        names.append(next(one for one in (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3))) if one not in taken))
+        taken.add(names[-1])
+    return names
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

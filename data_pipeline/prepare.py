@@ -80,17 +80,20 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     started = time.monotonic()
     _check(args)
     problems = Problems(args.on_error, args.max_record_mib * 2**20)
-    sources, weights = open_sources(args.source, args.text_column, args.max_docs, problems, args.separator)
+    sources, mixture = open_sources(args.source, args.text_column, args.max_docs, problems, args.separator)
     if args.separator and not any(source.plain for source in sources):
         raise DataError(f"--separator {args.separator!r}: no source has a file of {' '.join(PLAIN)}, which it cuts; omit the flag")
     options = {key: value for key, value in vars(args).items() if key not in NO_OPTIONS}
-    about = {"sources": [source.describe() for source in sources], "options": options, "mixture": weights or [1.0]}
+    if len(columns := {source.text_column for source in sources}) > 1 or args.text_column not in columns:
+        options["text_column"] = [source.text_column for source in sources]
+    about = {"sources": [source.describe() for source in sources], "options": options, "mixture": [*mixture.values()] or [1.0]}
+    about |= {"names": [*mixture]} if mixture else {}
     if os.path.lexists(args.out):
         _check_same(args, about)
         remove_progress(args.out)  # left by a run that was killed just before this step
         say(f"{args.out} is already prepared from this source (files of these names and sizes) with these options; nothing to do")
         return
-    documents = Documents(sources, args.val_fraction, grouped=weights is not None, dedup=args.dedup == "exact")
+    documents = Documents(sources, args.val_fraction, grouped=bool(mixture), dedup=args.dedup == "exact")
     identity = {**about, "state": [source.state() for source in sources]}
     # --on_error may change on resume: the run stopped at the first bad record, so none was skipped before.
     identity["options"] = {key: value for key, value in options.items() if key != "on_error"}
@@ -187,7 +190,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="extend",
         metavar="SOURCE",
         help=f"one or several sources of text: {ALLOWED}. stdlib is the Python standard library and needs no download. With weights, such"
-        " as a.txt@0.7 b@0.3, training draws from each source in proportion to its weight",
+        " as a.txt@0.7 code=b@0.3:content, training draws from each source in proportion to its weight. Each has its own validation loss,"
+        " named like its folder or file unless a name stands before =; :content is its text column",
     )
     parser.add_argument("--out", type=Path, help="corpus folder to create; an existing folder must hold the same corpus")
     parser.add_argument(
@@ -263,8 +267,8 @@ def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
         manifest = open_corpus(out).manifest
     except DataError as error:
         raise DataError(f"--out {out} exists and is not a complete corpus; choose another --out ({error})") from None
-    # A newer version has options that an older one did not record.
-    found = {**manifest, "options": {**about["options"], "separator": None, **manifest["options"]}}
+    # A newer version has names and options that an older one did not record.
+    found = {"names": about.get("names"), **manifest, "options": {**about["options"], "separator": None, **manifest["options"]}}
     if difference := _difference(found, about):
         raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
     _check_tokenizer(args, manifest["tokenizer"], out)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest
+from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest, source_names
 from data_pipeline.nanogpt import is_nanogpt, nanogpt_manifest, sampled_sha256
 
 CHUNK_TOKENS = 4 * 1024 * 1024
@@ -78,12 +78,12 @@ class Split:
         return counts
 
     def group_windows(self, seq_len: int, n_groups: int) -> list[int]:
-        """The number of windows of each group; DataError if a group has none."""
+        """The number of windows of each group; DataError if a group of the training split has none."""
         bounds, _ = self._strided(seq_len)
         counts = [0] * n_groups
         for shard, count in zip(self._shards, (bounds[1:] - bounds[:-1]).tolist(), strict=True):
             counts[shard["group"]] += count
-        if 0 in counts:
+        if 0 in counts and self.name == "train":
             raise DataError(
                 f"{self._folder}: no {self.name} shard of source number {counts.index(0) + 1} holds one window of seq_len {seq_len} + 1"
                 " tokens, so its weight in the mixture cannot be reached; lower seq_len, or prepare the corpus with more of that source"
@@ -186,6 +186,10 @@ class Corpus:
         self._as_opened = {file: _identity(file) for file in files}
         #: The weight of each group of shards in training. They sum to 1.
         self.mixture: list[float] = manifest["mixture"]
+        #: The name of each group of a mixture; none without a mixture.
+        self.names: list[str] = []
+        if (count := len(self.mixture)) > 1:
+            self.names = manifest.get("names") or source_names([*manifest["sources"], *[None] * count][:count])
         content = {
             "dtype": manifest["dtype"],
             "vocab_size": self.vocab_size,

@@ -20,17 +20,18 @@ NEWLINE_AND_TAB = "\n\t"
 
 
 def counts(corpus: Corpus) -> Iterator[str]:
-    """A table with the counts of each split, and of each group of a mixture."""
-    yield f"{'split':8}{'group':>6}{'documents':>12}{'tokens':>16}{'bytes/token':>13}{'shards':>8}{'MB':>11}"
+    """A table with the counts of each split, and of each source of a mixture."""
+    width = max(len(name) for name in (*corpus.names, "source")) + 2
+    yield f"{'split':8}{'source':>{width}}{'documents':>12}{'tokens':>16}{'bytes/token':>13}{'shards':>8}{'MB':>11}"
     for split in SPLITS:
         entry = corpus.manifest["splits"][split]
-        groups = {group: [shard for shard in entry["shards"] if shard["group"] == group] for group in range(len(corpus.mixture))}
-        for group, shards in [*(groups.items() if len(groups) > 1 else ()), ("all", entry["shards"])]:
+        groups = [(name, [shard for shard in entry["shards"] if shard["group"] == number]) for number, name in enumerate(corpus.names)]
+        for name, shards in [*groups, ("all", entry["shards"])]:
             tokens = sum(shard["tokens"] for shard in shards)
             documents = f"{sum(shard['documents'] for shard in shards):,}" if "documents" in entry else "-"  # nanoGPT's are not counted
-            ratio = f"{entry['bytes'] / tokens:.2f}" if group == "all" and tokens and "bytes" in entry else "-"
+            ratio = f"{entry['bytes'] / tokens:.2f}" if shards is entry["shards"] and tokens and "bytes" in entry else "-"
             size = tokens * corpus.dtype.itemsize / 1e6
-            yield f"{split:8}{group:>6}{documents:>12}{tokens:>16,}{ratio:>13}{len(shards):>8,}{size:>11,.1f}"
+            yield f"{split:8}{name:>{width}}{documents:>12}{tokens:>16,}{ratio:>13}{len(shards):>8,}{size:>11,.1f}"
 
 
 def show(corpus: Corpus) -> Iterator[str]:
@@ -41,7 +42,7 @@ def show(corpus: Corpus) -> Iterator[str]:
     yield printable(f"{corpus.path}: {corpus.vocab_size:,} ids, {corpus.dtype.name}, tokenizer {name}")
     mixed = len(corpus.mixture) == len(manifest["sources"]) > 1
     for place, source in enumerate(manifest["sources"]):
-        yield printable(f"source{f', weight {corpus.mixture[place]:.4g}' if mixed else ''}: {source}")
+        yield printable(f"source{f' {corpus.names[place]}, weight {corpus.mixture[place]:.4g}' if mixed else ''}: {source}")
     yield printable(f"options: {manifest['options']}")
     yield printable(f"left out: {manifest['dropped'] or 'nothing'}")
     yield from counts(corpus)

@@ -8,7 +8,8 @@ A source is one value of `--source`:
                         `save_to_disk` of `datasets` wrote is its split train
     hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`, or a folder of
                         `save_to_disk`; hf:json:FILES and the like name a builder and its files, which may be a URL
-    ...@0.7             any of them with its weight in a mixture
+    ...@0.7             any of them with its weight in a mixture; ...@0.7:COLUMN also names its text column
+    NAME=...@0.7        and how metrics name it, by default like its folder or file
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError, one_line, printable
-from data_pipeline.manifest import MANIFEST_FILE, MAX_GROUPS, read_manifest
+from data_pipeline.manifest import MANIFEST_FILE, MAX_GROUPS, read_manifest, source_names
 from data_pipeline.records import ALLOWED_FILES, COMPRESSED, PLAIN, Problems, Text, kind_of, records, text_of
 from data_pipeline.sampler import DENOMINATOR
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-ALLOWED = f"stdlib, a file, folder or glob of {ALLOWED_FILES}, or hf:NAME[:CONFIG][:SPLIT]; optionally followed by @WEIGHT"
+ALLOWED = f"stdlib, a file, folder or glob of {ALLOWED_FILES}, or hf:NAME[:CONFIG][:SPLIT]; in a mixture [NAME=]SOURCE@WEIGHT[:COLUMN]"
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
 
@@ -149,41 +150,61 @@ def open_sources(
     max_docs: int | None = None,
     problems: Problems | None = None,
     separator: str | None = None,
-) -> tuple[list[Source], list[float] | None]:
-    """The sources that `specs` name, and their weights, which sum to 1, or None if no spec has a weight.
+) -> tuple[list[Source], dict[str, float]]:
+    """The sources that `specs` name; and the name and the weight of each, which sum to 1, or neither if no spec has a weight.
 
     Raises:
-        DataError: a source does not exist or is empty, or only some have weights.
+        DataError: a source does not exist or is empty, only some have weights, or two have the same name.
     """
-    options = (text_column, max_docs, problems or Problems("stop"), separator)
-    pairs = [_split_weight(spec) for spec in specs]
-    weights = [weight for _, weight in pairs if weight is not None]
-    if weights and len(weights) < len(pairs):
-        missing = next(spec for spec, weight in pairs if weight is None)
+    options = (max_docs, problems or Problems("stop"), separator)
+    parts = [_parts(spec) for spec in specs]
+    weights = [one.weight for one in parts if one.weight is not None]
+    if weights and len(weights) < len(parts):
+        missing = next(spec for spec, one in zip(specs, parts, strict=True) if one.weight is None)
         raise DataError(f"--source {missing}: has no weight, but others have one; write {missing}@WEIGHT, or no weights")
+    given = [one.name for one in parts if one.name]
+    if again := [name for name in given if given.count(name) > 1]:
+        raise DataError(f"--source {again[0]}=: {len(again)} sources have this name; give each another")
+    if given and not weights:
+        raise DataError(f"--source {given[0]}=: only sources of a mixture have names; add @WEIGHT to each, or leave out the name")
     if len(weights) > MAX_GROUPS:
         raise DataError(f"--source: {len(weights):,} sources with weights; allowed: up to {MAX_GROUPS:,}; put files into folders")
     total = sum(weights)
-    for spec, weight in pairs:
-        if weight is not None and weight / total < 1 / DENOMINATOR:
+    for spec, one in zip(specs, parts, strict=True):
+        if one.weight is not None and one.weight / total < 1 / DENOMINATOR:
             raise DataError(
-                f"--source {spec}@{weight:g}: its share of the mixture is {weight / total:.2g}; allowed: 1/{DENOMINATOR:,} or more; raise"
+                f"--source {spec}: its share of the mixture is {one.weight / total:.2g}; allowed: 1/{DENOMINATOR:,} or more; raise"
                 " it, or put its files into another source"
             )
-    return [_open(spec, options) for spec, _ in pairs], [weight / total for weight in weights] or None
+    sources = [_open(one.place, (one.column or text_column, *options)) for one in parts]
+    if not weights:
+        return sources, {}
+    own = iter(source_names([source.describe() for source, one in zip(sources, parts, strict=True) if not one.name], given))
+    return sources, {one.name or next(own): weight / total for one, weight in zip(parts, weights, strict=True)}
 
 
-def _split_weight(spec: str) -> tuple[str, float | None]:
-    name, at, weight = spec.rpartition("@")
-    if not at or os.path.exists(spec):
-        return spec, None
-    try:
-        value = float(weight)
-    except ValueError:
-        return spec, None
-    if not 1e-9 <= value <= 1e9:  # so that every fraction of their sum is above 0
-        raise DataError(f"--source {spec}: {weight} is not a weight; allowed: a number from 1e-9 to 1e9, such as 0.7")
-    return name, value
+class _Parts(NamedTuple):
+    """What a `--source` consists of; a part that it lacks is "" or None."""
+
+    name: str
+    place: str
+    weight: float | None
+    column: str
+
+
+def _parts(spec: str) -> _Parts:
+    place, weight, column = spec, None, ""
+    found = re.fullmatch(r"(.*)@([^@:/]+)(?::([^/]+))?", spec, re.DOTALL)
+    if found and not os.path.exists(spec):
+        with suppress(ValueError):  # no number, but a part of the path
+            weight = float(found[2])
+            place, column = found[1], found[3] or ""
+    if found and weight is not None and not 1e-9 <= weight <= 1e9:  # so that every fraction of their sum is above 0
+        raise DataError(f"--source {spec}: {found[2]} is not a weight; allowed: a number from 1e-9 to 1e9, such as 0.7")
+    name, _, rest = place.partition("=")
+    if rest and re.fullmatch(r"[\w.-]+", name) and not glob.glob(place):  # else a path such as year=2024/*.txt
+        return _Parts(name, rest, weight, column)
+    return _Parts("", place, weight, column)
 
 
 def _open(spec: str, options: tuple[Any, ...]) -> Source:

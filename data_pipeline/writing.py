@@ -165,7 +165,8 @@ def write_manifest(folder: Path, vocab_size: int, eot_id: int, **rest: Any) -> N
     """Write `manifest.json`, the last file of a corpus.
 
     Args:
-        rest: `tokenizer` (the result of Tokenizer.save), `sources`, `options`, `mixture` (a weight per group), `dropped`, `splits`.
+        rest: `tokenizer` (the result of Tokenizer.save), `sources`, `options`, `mixture` (a weight per group), `names` (one per group, only
+            in a mixture), `dropped`, `splits`.
     """
     known = {"format_version": FORMAT_VERSION, "dtype": token_dtype(vocab_size).name, "vocab_size": vocab_size, "eot_id": eot_id}
     _write_json(folder / MANIFEST_FILE, {**known, **rest})

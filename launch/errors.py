@@ -81,6 +81,17 @@ def print_once(text: str, file: TextIO | None = None) -> None:
         print(text, file=file or sys.stdout, flush=True)
 
 
+def bar_options() -> dict[str, Any] | None:
+    """The width of a progress bar on standard error, as arguments of tqdm; None if it is no terminal, or one of unknown width."""
+    if not sys.stderr.isatty():
+        return None
+    with contextlib.suppress(OSError):
+        if os.get_terminal_size(sys.stderr.fileno()).columns:
+            return {"dynamic_ncols": True}
+    columns = os.environ.get("COLUMNS", "")
+    return {"ncols": int(columns)} if columns.isdecimal() and int(columns) else None
+
+
 def _print_errors(*faults: str) -> None:
     """Print each fault as a line on standard error, from local rank 0.
 

@@ -31,6 +31,7 @@ from launch.config.run_config import RunConfig, resolve
 from launch.config.step_time import hardware_of
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.formats.checkpoint_files import what_resume_does
+from launch.formats.metrics import evaluated_losses
 from launch.training.observers import Observer, Observers
 from launch.training.ranks.signals import StopRequest, exit_code
 from launch.training.run_folder.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume, open_run_folder
@@ -107,11 +108,12 @@ class Parts(NamedTuple):
     meter: Meter
     evaluation: Evaluation
 
-    def evaluate(self, state: dict[str, Any], folder: RunFolder | NoFolder) -> None:
-        """Evaluate outside of a step, and write a line of its own."""
-        state["val_loss"] = self.evaluation.loss()
-        own = {"step": state["step"], "tokens": state["tokens"], "seconds": self.meter.seconds(), "val_loss": state["val_loss"]}
-        folder.write_metrics(own)
+    def evaluate(self, state: dict[str, Any], folder: RunFolder | NoFolder) -> dict[str, float]:
+        """Evaluate outside of a step, and write a line of its own. Returns the losses."""
+        losses = self.evaluation.losses()
+        state["val_loss"] = losses["val_loss"]
+        folder.write_metrics({"step": state["step"], "tokens": state["tokens"], "seconds": self.meter.seconds(), **losses})
+        return losses
 
 
 def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, observers: Sequence[Observer] = ()) -> int:
@@ -147,11 +149,12 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None, "spike_window": spikes.window()}
                 last = tokens >= config.total_tokens
                 saving = bool(stop_signal or last or (config.save_every and step % config.save_every == 0))
+                evaluated = {}
                 if config.eval_every and (last or (step % config.eval_every == 0 and not stop_signal)):
-                    state["val_loss"] = evaluation.loss()
+                    evaluated = evaluation.losses()
+                    state["val_loss"] = evaluated["val_loss"]
                 line = dict(step=step, tokens=tokens, seconds=meter.seconds(), loss=mean_loss, lr=lr, **metrics, **observer.metrics())
-                if state["val_loss"] is not None:
-                    line["val_loss"] = state["val_loss"]
+                line |= evaluated
                 folder.write_metrics(line, durable=saving)
                 progress.update(line)
                 engine.require_finite(mean_loss)
@@ -160,7 +163,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 if saving:
                     checkpoints.save(state, last=bool(stop_signal or last))
     except TrainingFailed as reason:
-        raise fail(reason, parts, state, config, folder) from None
+        raise fail(reason, parts, state, folder) from None
     return end(parts, state, stop_signal, config, folder, stop)
 
 
@@ -225,14 +228,13 @@ def set_up(
     parts = Parts(engine, loader, checkpoints, observer, spikes, meter, evaluation)
     weights = f"the weights of {config.init_from}" if config.init_from else "untrained"
     if state["step"] == 0 and config.eval_every:
-        parts.evaluate(state, folder)
-        folder.log(f"step 0, {weights}: validation {state['val_loss']:.4f}")
+        folder.log(f"step 0, {weights}: {evaluated_losses(parts.evaluate(state, folder))}")
     elif state["step"] == 0 and config.init_from:
         folder.log(f"step 0, {weights}")
     return parts, state
 
 
-def fail(reason: TrainingFailed, parts: Parts, state: dict[str, Any], config: RunConfig, folder: RunFolder | NoFolder) -> TrainingFailed:
+def fail(reason: TrainingFailed, parts: Parts, state: dict[str, Any], folder: RunFolder | NoFolder) -> TrainingFailed:
     """After a step whose gradients (then no update was made) or loss are not finite: save, unless an earlier update has broken the weights.
 
     Before the first update there is nothing to save: a resume starts with the same weights. Returns `reason` with what a resume does.
@@ -243,25 +245,24 @@ def fail(reason: TrainingFailed, parts: Parts, state: dict[str, Any], config: Ru
         try:
             what = f"--resume continues from {checkpoints.save(state, last=True)}"
         except (SystemExit, TrainingFailed):  # it could not be written, or the corpus has changed
-            folder.log_failure(config, str(reason))
+            folder.log_failure(str(reason))
             raise
     elif state["step"]:
         what = f"the weights contain NaN or Inf and were not saved; {what}"
     reason = TrainingFailed(f"{reason}; {what}")
-    folder.log_failure(config, str(reason))
+    folder.log_failure(str(reason))
     checkpoints.finish_uploads(lambda: signal.SIGTERM)
     return reason
 
 
 def end(parts: Parts, state: dict[str, Any], stop_signal: int, config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) -> int:
     """Evaluate what is left, close the log, and wait for uploads. Returns the exit code."""
+    whole: dict[str, float] = {}
     if config.eval_every and not stop_signal and state["val_loss"] is None:  # a resume that ends the run at a step without an evaluation
         parts.evaluate(state, folder)
     if config.whole_eval and not stop_signal:  # after the checkpoint: it may take long, and a resume repeats it
-        loss, stop_signal = parts.evaluation.loss_of_whole_split(lambda: parts.meter.reduce_loss_and_signal(0.0, stop.poll())[1])
-        if not stop_signal:
-            state["whole_val_loss"] = loss
-    folder.log_end(config, state, stop_signal)
+        whole, stop_signal = parts.evaluation.losses_of_whole_split(lambda: parts.meter.reduce_loss_and_signal(0.0, stop.poll())[1])
+    folder.log_end(state, whole, stop_signal)
     if not parts.checkpoints.finish_uploads(lambda: stop_signal or stop.poll()):
         stop_signal = stop_signal or stop.poll()  # a resume uploads the checkpoint
     return exit_code(stop_signal) if stop_signal else 0

@@ -16,6 +16,12 @@ LOSS_ROWS = 512
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def in_words(config: GPTConfig) -> str:
+    """A model's parameters, sizes and the components that are not GPT-2's: "5.3 M parameters (4 layers, 256 wide, 128 tokens)"."""
+    sizes = f"{config.n_layer} layers, {config.d_model} wide, {config.seq_len} tokens{config.components}"
+    return f"{parameter_count(config) / 1e6:.1f} M parameters ({sizes})"
+
+
 def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of one block, by its name in the block, in the order of `model.gpt.Block`."""
     C, qkv = config.d_model, sum(config.qkv_heads) * config.d_head

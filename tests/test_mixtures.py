@@ -184,7 +184,7 @@ def test_a_source_that_is_repeated_often_has_a_note(mixture):
     config, _ = resolve([*flags, "--global_batch_size", "16", "--steps", str(6 * sum(tokens) // (16 * 64))])
     assert config.total_tokens < 10 * sum(tokens) and 0.3 * config.total_tokens < 10 * tokens[1]
     (note,) = (note for note in config.notes if "trains on" in note)
-    assert f"trains on the tokens of source number 1 {0.7 * config.total_tokens / tokens[0]:,.0f} times" in note
+    assert f"trains on the tokens of source a {0.7 * config.total_tokens / tokens[0]:,.0f} times" in note
 
 
 def test_a_source_too_small_for_the_sequence_is_refused_by_name(tmp_path, monkeypatch):

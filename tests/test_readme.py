@@ -122,12 +122,15 @@ def test_comparing_commands_compare(corpus, tmp_path):
         if (tmp_path / "runs" / name).exists():
             continue  # two pages name it
         write_run(tmp_path / "runs" / name, description(corpus, *flags, "--preset", "nano"), lines())
-    tiny = ["--n_layer", "1", "--n_head", "1", "--d_model", "16", "--seq_len", "16", "--steps", "5", "--seeds", "1", "--eval_batches", "1"]
+    tiny = ["--n_layer", "1", "--n_head", "1", "--d_model", "16", "--seq_len", "16", "--steps", "25", "--seeds", "1", "--eval_batches", "1"]
     by_recipe += ["--data", str(corpus), "--runs_dir", str(tmp_path / "trials"), *tiny]
     by_runs = [str(tmp_path / word) if word.startswith("runs/") else word for word in by_runs]
     for number, words in enumerate((by_recipe, by_runs)):
-        done = run_script(*words, "--out", tmp_path / str(number))
-        assert done.returncode == 0, done.stderr
+        done = run_script(*words, "--out", tmp_path / str(number), columns=120)
+        assert done.returncode == 0, done.stdout
+        if number == 0:  # a line of each run below the bar while it trains, and one that stays when it has ended
+            shown = re.findall(r"\r(\w+-\w+-seed1): step \d+/25, loss [\d.]+, (?:validation [\d.]+, )?\d\d:\d\d left", done.stdout)
+            assert len({*shown}) == 2 and "2 of 2 runs have ended: " in done.stdout
         assert {path.name for path in (tmp_path / str(number)).iterdir()} == {"report.html", "report.json", "loss.png"}
 
 

@@ -29,7 +29,7 @@ def show(folder: Path, capsys) -> str:
 
 
 def rows_of(out: str) -> dict[tuple[str, str], list[str]]:
-    """The table: (split, group) -> documents, tokens, bytes per token, shards, MB."""
+    """The table: (split, source) -> documents, tokens, bytes per token, shards, MB."""
     rows = [line.split() for line in out.splitlines() if line.startswith(("train ", "val "))]
     return {(row[0], row[1]): row[2:] for row in rows}
 
@@ -51,14 +51,14 @@ def mixture(tmp_path_factory) -> Path:
 def test_counts_and_documents_of_a_mixture_are_shown(mixture, capsys):
     out = show(mixture, capsys)
     rows, manifest = rows_of(out), json.loads((mixture / "manifest.json").read_text())
-    assert set(rows) == {(split, group) for split in ("train", "val") for group in ("0", "1", "all")}
+    assert set(rows) == {(split, group) for split in ("train", "val") for group in ("one", "two", "all")}
     for split in ("train", "val"):
         entry = manifest["splits"][split]
         assert rows[split, "all"][:2] == [f"{entry['documents']:,}", f"{entry['tokens']:,}"]
         for column in (0, 1, 3):
-            parts = [int(rows[split, group][column].replace(",", "")) for group in ("0", "1", "all")]
+            parts = [int(rows[split, group][column].replace(",", "")) for group in ("one", "two", "all")]
             assert parts[0] + parts[1] == parts[2]
-    assert "weight 0.75" in out and "'tokenizer': 'bytes'" in out
+    assert "source one, weight 0.75: " in out and "'tokenizer': 'bytes'" in out
     assert "one 0: größer \\x1b" in out and "\ntwo " in out
 
 

@@ -62,6 +62,13 @@ FIGURES = {
     "flops": Quantity("model FLOPs of the run, all ranks (10¹²)", 1e12, 2),
     "skipped_steps": Quantity("skipped steps", 1, 1),
 }
+
+
+def quantity(name: str) -> Quantity:
+    """How a figure of `FIGURES` is shown, or `final_val_loss/NAME` of a mixture's source."""
+    return FIGURES.get(name) or Quantity(f"final validation loss on {name.partition('/')[2]} (nats)", 1, 4)
+
+
 #: Figures that depend on the speed of the machine, and so can be compared only between interleaved runs of `MIN_TIMED_STEPS` or more.
 TIMED = {EQUAL_TIME, "tokens_per_second", "step_seconds", "mfu", "seconds", "seconds_to_target"}
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.
@@ -112,8 +119,8 @@ class Pair:
     """A side and its control.
 
     recipe: of the side; None for runs given as folders. testbed: of the runs; None for any other setting. figures: those of `FIGURES` that
-    any run has; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to evaluations during training. verdicts: one per claim, if
-    exactly the planned seeds were run to their end.
+    any run has, and the final loss on each source of a mixture; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to
+    evaluations during training. verdicts: one per claim, if exactly the planned seeds were run to their end.
     """
 
     control: Side
@@ -358,7 +365,8 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
         losses = losses_at_equal_time(*runs)
         for measures, loss in zip((before, after), losses, strict=False):
             measures[runs[0].seed][EQUAL_TIME] = loss
-    pair = replace(pair, figures={name: found for name in FIGURES if (found := _figure(name, before, after))})
+    of_sources = sorted({name for side in (before, after) for one in side.values() for name in one if name.startswith(f"{LOSS}/")})
+    pair = replace(pair, figures={name: found for name in (*FIGURES, *of_sources) if (found := _figure(name, before, after))})
     claims = pair.experiment.claims if pair.experiment and _as_planned(pair.experiment, control, side) else ()
     return replace(pair, verdicts=tuple(_judged(claim, pair, before, after) for claim in claims))
 
@@ -375,7 +383,7 @@ def _figure(name: str, control: Measures, other: Measures) -> Figure | None:
     if name in TO_TARGET and not all(map(math.isfinite, values)):
         return found  # without the runs that did not reach it, the rest would look faster
     control_values, own_values = ([pair[side] for pair in found.pairs.values()] for side in (0, 1))
-    ratio = None if name in (LOSS, EQUAL_TIME) else paired_interval(control_values, own_values, "ratio")
+    ratio = None if name.startswith(LOSS) or name == EQUAL_TIME else paired_interval(control_values, own_values, "ratio")
     return replace(found, difference=paired_interval(control_values, own_values), ratio=ratio)
 
 

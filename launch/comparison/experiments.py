@@ -5,22 +5,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import run_interleaved
-from launch.comparison.runs import Run, read_run
+from launch.comparison.runs import Run, progress, read_run
 from launch.comparison.trials import CannotRun, PairedTrials, Trial, corpus_command, fitting_groups, in_order, pair_trials
 from launch.config.flags import open_recipe
 from launch.config.hardware import device_type, gpus
-from launch.errors import UsageError, print_once, printable_line
+from launch.errors import UsageError, bar_options, print_once, printable_line
 from launch.formats.files import check_writable, read_json_object
+from launch.formats.metrics import read_log
 from recipes.registry import ROOT, Recipe, Testbed, read_testbed, read_testbeds
 
 #: Ranks of runs on no testbed; with one rank nothing is partitioned or sent.
@@ -29,6 +33,8 @@ CPU_RANKS = 2
 SEEDS = 3
 #: The first seed of explorations on a testbed. Training is deterministic, so the seeds that judge would show the verdict in advance.
 FIRST_EXPLORED = 201
+#: Between two lines about a run that trains, without a terminal.
+SECONDS_BETWEEN_LINES = 30.0
 
 
 def run_experiments(
@@ -182,24 +188,43 @@ def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_d
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         ended: list[str] = []
-        with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: on a terminal
+        width = None if flags.quiet else bar_options()
+        with tqdm(total=steps, initial=done, unit="step", disable=width is None, **(width or {})) as bar:
+            lines: dict[str, tqdm[Any]] = {}  # on a terminal a line for each run that trains, below the bar
+            printed: dict[str, float] = {}  # elsewhere, when a run's line was printed
+
+            def on_steps(name: str, made: int) -> None:
+                bar.update(made)
+                if flags.quiet or not (text := progress(read_log(runs_dir / name))):
+                    return
+                if width:
+                    if name not in lines:
+                        lines[name] = tqdm(bar_format="{desc}", leave=False, **width)
+                    lines[name].set_description_str(f"{name}: {text}")
+                elif time.monotonic() - printed.get(name, -math.inf) > SECONDS_BETWEEN_LINES:
+                    printed[name] = time.monotonic()
+                    print_once(f"{name}: {text}")
 
             def on_end(name: str, code: int) -> None:
                 ended.append(name)
+                if name in lines:
+                    lines.pop(name).close()
                 if code:
                     failures[name] = error_of(runs_dir / f"{name}.out", code)
                     print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
                 elif not flags.keep_checkpoints:
                     shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
-                if bar.disable and not flags.quiet:
-                    print_once(f"{len(ended)} of {len(trials)} runs have ended")
+                if not flags.quiet:
+                    how = "failed" if code else progress(read_log(runs_dir / name))
+                    bar.write(f"{len(ended)} of {len(trials)} runs have ended: {name}: {how}")
 
             try:
                 for group in [trials] if flags.parallel else groups:
                     scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
-                    run_interleaved(scripts, runs_dir, lambda _, made: bar.update(made), on_end, flags.parallel)
+                    run_interleaved(scripts, runs_dir, on_steps, on_end, flags.parallel)
             except SystemExit:
-                bar.close()
+                for one in (*lines.values(), bar):
+                    one.close()
                 print_once("stopped; the same command resumes the runs", sys.stderr)
                 raise
     return failures

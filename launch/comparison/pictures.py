@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from scipy.ndimage import uniform_filter1d
 
-from launch.comparison.comparison import Comparison, Pair, sequences_evaluated
+from launch.comparison.comparison import LOSS, Comparison, Pair, sequences_evaluated
 from launch.comparison.runs import Column, Run
-from launch.comparison.tables import LOSS_COLUMN, TIME_COLUMN, estimate, signed
+from launch.comparison.tables import LOSS_COLUMN, TIME_COLUMN, estimate, final_losses, mean, signed
 from launch.comparison.verdicts import SIGNS
 from launch.errors import printable_line
 from recipes.claims import Claim
@@ -55,7 +55,9 @@ def draw_losses(comparison: Comparison, file: Path | BinaryIO, axis: str = "toke
             pair = pairs[number] if pairs else None
             sides = (pair.control, pair.side) if pair else comparison.sides
             for side, color in zip(sides, PALETTE, strict=False):
-                _draw_band(panels[0], [_curve(run, metric, axis) for run in side.runs], color, printable_line(side.name))
+                losses = final_losses(side)
+                final = f": final loss {mean(LOSS, losses)}, {len(losses)} seed{'s' * (len(losses) > 1)}" if losses else ""
+                _draw_band(panels[0], [_curve(run, metric, axis) for run in side.runs], color, printable_line(side.name) + final)
             _show(panels[0], after=0.1)
             title = [f"on {pair.testbed.name}"] if pair and pair.testbed else []
             what = LOSSES[metric]
@@ -111,11 +113,10 @@ def _draw_band(axes: Any, curves: Sequence[Curve], color: str, label: str = "") 
     if not len(x):
         return
     smooth = partial(uniform_filter1d, size=2 * (len(x) // 200) + 1, mode="nearest")
-    mean, deviation = smooth(values.mean(axis=0)), smooth(values.std(axis=0, ddof=len(values) > 1))
+    middle, deviation = smooth(values.mean(axis=0)), smooth(values.std(axis=0, ddof=len(values) > 1))
     if len(values) > 1:
-        axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.15, linewidth=0)
-        label = label and f"{label}: {mean[-1]:.4f} ± {deviation[-1]:.4f}, {len(values)} seeds"
-    axes.plot(x, mean, color=color, linewidth=1.8, label=label or None, marker="o" if len(x) == 1 else None, markersize=4)
+        axes.fill_between(x, middle - deviation, middle + deviation, color=color, alpha=0.15, linewidth=0)
+    axes.plot(x, middle, color=color, linewidth=1.8, label=label or None, marker="o" if len(x) == 1 else None, markersize=4)
 
 
 def _show(axes: Any, after: float, also: float | None = None) -> None:

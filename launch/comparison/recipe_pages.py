@@ -46,7 +46,7 @@ OUTDATED = "measured before the claims or the testbed were changed, so not judge
 PURPOSES = {"bytes": "fewer bytes", "step_time": "time or memory", "loss": "loss"}
 #: Single runs that a page shows: the file with the run's lines, and what draws the picture beside it.
 RUNS: dict[str, Callable[[list[dict[str, Any]], Path], None]] = {
-    "benchmarks/make_pretrain.jsonl": partial(draw_loss, title="make pretrain: nano, ZeRO 1, bf16", initial_loss=math.log(8192)),
+    "benchmarks/make_pretrain.jsonl": partial(draw_loss, title="make pretrain: 5.3M parameters, ZeRO 1, bf16", initial_loss=math.log(8192)),
 }
 #: Fields of a testbed.json on which the numbers of its runs depend. No testbed has "ranks" any more; published plans have it as null.
 SETTING = ("flags", "tuned", "target_loss", "ranks")

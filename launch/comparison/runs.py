@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from launch.config.flags import VALUES
-from launch.formats.metrics import COLUMNS, by_step, is_finite_number, read_run_json, read_valid_lines
+from launch.formats.metrics import COLUMNS, by_step, is_finite_number, read_log, read_run_json, read_valid_lines, resumed_after
 from launch.training.run_folder.run_json import changes_numbers, starts_of
 
 Column = npt.NDArray[np.float64]
@@ -104,9 +104,9 @@ def read_run(folder: str | Path) -> Run:
         steps = [line["step"] for line in lines if key in line and not is_finite_number(line[key])]
         if steps:
             remarks.append(f"the {name} is not finite in {len(steps)} step{'s' * (len(steps) > 1)}, first in step {steps[0]}")
-    log = _log(folder)
+    log = read_log(folder)
     finished, diverged = _ending(log, description, lines, remarks)
-    measures = _measures(description, columns, finished, diverged, _resumed_after(log))
+    measures = _measures(description, columns, finished, diverged, resumed_after(log))
     if lacking:
         measures = {name: value for name, value in measures.items() if name not in OF_EVERY_STEP}
     return Run(folder, folder.resolve().name, description, columns, finished, diverged, tuple(remarks), measures)
@@ -144,16 +144,17 @@ def _ending(log: list[str], description: dict[str, Any], lines: list[dict[str, A
     if error or lost:
         remarks.append(f"failed after step {last['step']}, {tokens:,} of {total:,} tokens" + (f": {error}" if error else ""))
         return False, diverged
-    remarks.append(f"unfinished (still training, or stopped): step {last['step']}, {tokens:,} of {total:,} tokens")
+    logged = f"; last logged: {text}" if (text := progress(log)) else ""
+    remarks.append(f"unfinished (still training, or stopped): step {last['step']}, {tokens:,} of {total:,} tokens{logged}")
     return False, False
 
 
-def _log(folder: Path) -> list[str]:
-    """The lines of the log; none if it cannot be read."""
-    try:
-        return (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+def progress(log: list[str]) -> str:
+    """Step, losses and time left of a run, by what `launch/training/run_folder/progress.py` logs; empty before the first step."""
+    text = "\n".join(log)
+    steps = re.findall(r"step +(\d+/\d+)  (loss [\d.]+|loss not finite).*  (\S+ left)$", text, re.MULTILINE)
+    evaluated = re.findall(r"(?:, |: )(validation \d[\d.]*(?: \(.*?\))?)", text)
+    return ", ".join([f"step {steps[-1][0]}, {steps[-1][1]}", *evaluated[-1:], steps[-1][2]]) if steps else ""
 
 
 def _last_error(log: list[str]) -> str:
@@ -162,19 +163,13 @@ def _last_error(log: list[str]) -> str:
     return error[1] if error else ""
 
 
-def _resumed_after(log: list[str]) -> list[int]:
-    """The step after which each resume continued."""
-    found = (re.fullmatch(r"\S+ \S+ resuming after step (\d{1,18})", line) for line in log)
-    return [int(one[1]) for one in found if one]
-
-
 def _measures(
-    description: dict[str, Any], columns: dict[str, Column], finished: bool, diverged: bool, resumed_after: list[int]
+    description: dict[str, Any], columns: dict[str, Column], finished: bool, diverged: bool, resumes: list[int]
 ) -> dict[str, float]:
     """The numbers that summarize the run up to its last line; those that it lacks are absent.
 
     final_val_loss: nats per token, of the whole validation split with `--whole_eval`, otherwise of the last evaluation; +inf if the
-    run diverged, absent if it is unfinished or was not evaluated at its end.
+    run diverged, absent if it is unfinished or was not evaluated at its end. final_val_loss/NAME: that of a source of a mixture.
     step_seconds: the mean over the steps after the first `WARM_UP_STEPS` of each start, without the last step before each resume: when
     several runs are stopped together, all make that step at the same time. timed_steps: their number. tokens_per_second, mfu: of these
     steps together.
@@ -183,11 +178,14 @@ def _measures(
     """
     measures: dict[str, float] = {}
     whole = description.get("whole_eval")
-    final = _end(description).get("whole_val_loss") if whole else next(reversed(columns["val_loss"].tolist()), None)
-    if diverged and (description["eval_every"] or whole):
-        measures["final_val_loss"] = math.inf
-    elif finished and final is not None and is_finite_number(final):
-        measures["final_val_loss"] = float(final)
+    ended = _end(description)
+    of_sources = [key.removeprefix("whole_") for key in (*columns, *ended) if "val_loss/" in key]
+    for key in dict.fromkeys(["val_loss", *of_sources]):
+        final = ended.get(f"whole_{key}") if whole else next(reversed(columns.get(key, np.zeros(0)).tolist()), None)
+        if diverged and (description["eval_every"] or whole):
+            measures[f"final_{key}"] = math.inf
+        elif finished and final is not None and is_finite_number(final):
+            measures[f"final_{key}"] = float(final)
     trained = columns["step"] > 0
     if not trained.any():
         return measures
@@ -200,7 +198,7 @@ def _measures(
 
     step, seconds = columns["step"], columns["step_seconds"]
     timed = step > WARM_UP_STEPS
-    for last in resumed_after:
+    for last in resumes:
         timed &= (step < last) | (step > last + WARM_UP_STEPS)
     measures["timed_steps"] = float((timed & np.isfinite(seconds)).sum())
     summarize("step_seconds", np.mean, rows=timed)

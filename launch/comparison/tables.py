@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.comparison.comparison import FIGURES, LOSS, TO_TARGET, Comparison, Figure, Pair, Side
+from launch.comparison.comparison import LOSS, TO_TARGET, Comparison, Figure, Pair, Side, quantity
 from launch.comparison.runs import Run
 from launch.comparison.verdicts import SIGNS, Interval
 from launch.errors import printable_line
@@ -84,7 +84,7 @@ def with_interval(found: Interval | None, write: Callable[[float], str]) -> str:
 
 def number(name: str, value: float, sign: str = "") -> str:
     """A value of a figure in the figure's unit."""
-    _, unit, decimals = FIGURES[name]
+    _, unit, decimals = quantity(name)
     rounded = round(value / unit, decimals)
     return f"{rounded:{sign},.{decimals}f}".replace("-", "−") if rounded else f"{0:.{decimals}f}"  # no sign before zero
 
@@ -193,7 +193,7 @@ def ranking(comparison: Comparison) -> Table:
     for side in comparison.sides:
         pair, place = pairs.get(id(side)), places.get(id(side), "")
         name = pair.name if pair else f"{side.name} (control)" if comparison.pairs else side.name
-        losses = [run.measures[LOSS] for run in side.by_seed().values() if LOSS in run.measures]
+        losses = final_losses(side)
         signs = " ".join(f"{SIGNS[one.outcome]} {one.claim.label}" for one in pair.verdicts) if pair else ""
         cells = [cell(pair.published_figures if pair else {}, heading) for heading in COLUMNS]
         row = [f"{name} on {place}" if len({*places.values()}) > 1 else name, mean(LOSS, losses), *cells, _rates(side), signs or "–"]
@@ -202,6 +202,11 @@ def ranking(comparison: Comparison) -> Table:
     heads = ["", "final loss (nats)", *COLUMNS, "learning rate", "claims"]
     shown = [column for column in range(len(heads)) if any(row[column] != "–" for row in table)]
     return Table("Ranking by final loss", [heads[column] for column in shown], [[row[column] for column in shown] for row in table])
+
+
+def final_losses(side: Side) -> list[float]:
+    """The final loss of each seed, as all tables have it; +inf for a diverged run."""
+    return [run.measures[LOSS] for run in side.by_seed().values() if LOSS in run.measures]
 
 
 def _rates(side: Side) -> str:
@@ -218,7 +223,7 @@ def figures(pair: Pair, published: bool = False) -> Table:
 def _figure_row(name: str, figure: Figure) -> list[str]:
     sides = [mean(name, [*side.values()]) for side in (figure.control, figure.other)]
     difference = with_interval(figure.difference, lambda value: number(name, value, "+"))
-    return [FIGURES[name].label, *sides, difference, with_interval(figure.ratio, "{:.3f}".format)]
+    return [quantity(name).label, *sides, difference, with_interval(figure.ratio, "{:.3f}".format)]
 
 
 def settings(pair: Pair) -> Table:

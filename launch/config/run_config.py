@@ -360,10 +360,9 @@ def _corpus(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, s
 def _often_repeated(corpus: Corpus, data: str, total_tokens: int) -> list[str]:
     """A note on each group of the corpus on which the run trains more than MANY_EPOCHS times."""
     groups = zip(corpus.mixture, corpus.train.group_tokens(len(corpus.mixture)), strict=True)
-    repeats = {number: weight * total_tokens / tokens for number, (weight, tokens) in enumerate(groups, 1) if tokens}
-    which = "each of its tokens" if len(repeats) == 1 else "the tokens of source number {}"
-    many = {number: times for number, times in repeats.items() if times > MANY_EPOCHS}
-    return [f"{data}: the run trains on {which.format(number)} {times:,.0f} times" for number, times in many.items()]
+    which = [f"the tokens of source {name}" for name in corpus.names] or ["each of its tokens"]
+    repeats = {name: weight * total_tokens / tokens for name, (weight, tokens) in zip(which, groups, strict=True) if tokens}
+    return [f"{data}: the run trains on {name} {times:,.0f} times" for name, times in repeats.items() if times > MANY_EPOCHS]
 
 
 def _start(flags: argparse.Namespace, run_name: str, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -85,10 +86,30 @@ def is_finite_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e30
 
 
+def read_log(run: Path) -> list[str]:
+    """The lines of a run's `log.txt`; none if it cannot be read."""
+    try:
+        return (run / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def resumed_after(log: Iterable[str]) -> list[int]:
+    """The step after which each resume continued, by the lines of a log."""
+    found = (re.fullmatch(r"\S+ \S+ resuming after step (\d{1,18})", line) for line in log)
+    return [int(one[1]) for one in found if one]
+
+
 def recent_loss(losses: Iterable[Any]) -> str:
     """The mean of the last `MEAN_STEPS` finite losses as text: `6.4201 (mean of 50 steps)`."""
     finite = [loss for loss in losses if is_finite_number(loss)][-MEAN_STEPS:]
     return f"{sum(finite) / len(finite):.4f} (mean of {len(finite)} step{'s' * (len(finite) > 1)})" if finite else "not finite"
+
+
+def evaluated_losses(line: dict[str, Any]) -> str:
+    """The losses of an evaluation as text: `validation 4.6815`, of a mixture with those of its sources; empty without one."""
+    own = ", ".join(f"{key.partition('/')[2]} {value:.4f}" for key, value in line.items() if key.startswith("val_loss/"))
+    return f"validation {line['val_loss']:.4f}{own and f' ({own})'}" if "val_loss" in line else ""
 
 
 def read_run_json(file: Path) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from data_pipeline.loader import Loader
@@ -18,6 +18,7 @@ class Evaluation:
     """The loss on fixed validation windows, the same for every number of ranks.
 
     windows: number in an evaluation during the run, at most `eval_batches` global batches. all_windows: number in the whole split.
+    sources: the names of the sources of a mixture. No window has tokens of two of them.
     """
 
     def __init__(self, engine: TrainingEngine):
@@ -27,34 +28,64 @@ class Evaluation:
         self.loader = Loader(corpus.val, None, length, corpus.vocab_size, ranks.rank, ranks.world_size, ranks.device)
         self.all_windows = corpus.val.windows(length)
         self.windows = min(config.eval_batches * config.global_batch_size, self.all_windows)
+        self.sources = corpus.names
+        self._ends = np.cumsum(corpus.val.group_windows(length, len(corpus.mixture)))  # windows are numbered source by source
 
-    def loss(self) -> float:
-        """Mean cross-entropy in nats per token. Its traffic is not counted."""
-        return self._mean(self.windows)[0]
+    def losses(self) -> dict[str, float]:
+        """`val_loss`, the mean cross-entropy in nats per token; of a mixture also `val_loss/NAME`, that of the windows of each source that
+        has any. Their traffic is not counted."""
+        return self._means(self.windows)[0]
 
-    def loss_of_whole_split(self, agree_to_stop: Callable[[], int]) -> tuple[float, int]:
-        """The loss on the whole split, and the signal that stopped the evaluation (0: none).
+    def losses_of_whole_split(self, agree_to_stop: Callable[[], int]) -> tuple[dict[str, float], int]:
+        """The losses on the whole split, and the signal that stopped the evaluation (0: none).
 
         agree_to_stop: returns the signal for which all ranks stop; all call it together, every `BATCHES_BETWEEN_SIGNALS` batches.
         """
-        return self._mean(self.all_windows, agree_to_stop)
+        return self._means(self.all_windows, agree_to_stop)
+
+    def windows_by_source(self) -> dict[str, int]:
+        """The number of windows of each source of a mixture in an evaluation during the run."""
+        return dict(zip(self.sources, self._count(self.loader.validation_windows(self.windows)), strict=False))
+
+    def _count(self, windows: np.ndarray) -> list[int]:
+        """The number of `windows` of each source."""
+        counts: list[int] = np.bincount(np.searchsorted(self._ends, windows, side="right"), minlength=len(self._ends)).tolist()
+        return counts
 
     @torch.no_grad()
-    def _mean(self, windows: int, agree_to_stop: Callable[[], int] = lambda: 0) -> tuple[float, int]:
-        """The mean over `windows` windows, and the signal that stopped it (0: none); the mean is NaN if it was stopped.
+    def _means(self, windows: int, agree_to_stop: Callable[[], int] = lambda: 0) -> tuple[dict[str, float], int]:
+        """The means over `windows` windows, and the signal that stopped it (0: none); no means if it was stopped.
 
         All ranks run the same number of batches. The last one of a rank may be a filler without weight.
         """
         engine = self.engine
+        head = engine.ds_engine.module.lm_head
+        sums = torch.zeros(len(self._ends), 2, dtype=torch.float64, device=self.collectives.device)  # of each source: losses, windows
+        counts: list[int] = []  # the rows of the batch, which are ordered by source
+
+        def loss_by_source(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+            """The head's loss of the rows of each source. The rest of the forward pass is that of the whole batch."""
+            sizes = [count * len(x) // max(1, sum(counts)) for count in counts]
+            loss = torch.zeros((), device=x.device)
+            for source, (part, of_part) in enumerate(zip(x.split(sizes), targets.split(sizes), strict=True) if any(counts) else ()):
+                if counts[source]:
+                    loss = head_loss(part, weight, bias, of_part)
+                    sums[source] += torch.stack([loss.double() * counts[source], torch.full_like(sums[0, 0], counts[source])])
+            return loss
+
+        head_loss, head.loss = head.loss, loss_by_source
         engine.ds_engine.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
-        with engine.techniques.evaluation_weights():
-            for number, (tokens, weight) in enumerate(self.loader.validation_batches(windows, engine.config.micro_batch_size), 1):
-                loss = engine.loss(tokens)
-                if weight:
-                    total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
-                if number % BATCHES_BETWEEN_SIGNALS == 0 and (stop_signal := agree_to_stop()):
-                    return math.nan, stop_signal
-            self.collectives.all_reduce(total)
+        try:
+            with engine.techniques.evaluation_weights():
+                for number, (tokens, of_batch) in enumerate(self.loader.validation_batches(windows, engine.config.micro_batch_size), 1):
+                    counts = self._count(of_batch)
+                    engine.loss(tokens)
+                    if number % BATCHES_BETWEEN_SIGNALS == 0 and (stop_signal := agree_to_stop()):
+                        return {}, stop_signal
+                self.collectives.all_reduce(sums)
+        finally:
+            head.loss = head_loss
         engine.ds_engine.train()
-        return float(total[0] / total[1]), 0
+        total, seen = sums.sum(0).tolist()
+        by_source = {f"val_loss/{name}": loss / count for name, (loss, count) in zip(self.sources, sums.tolist(), strict=False) if count}
+        return {"val_loss": total / seen, **by_source}, 0

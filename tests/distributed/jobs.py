@@ -6,13 +6,16 @@ import gc
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from deepspeed.utils import safe_get_full_grad
+from PIL import Image
 
 from launch.config import hardware
 from launch.config.run_config import resolve
@@ -24,6 +27,7 @@ from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
 from launch.training.ranks.distributed import start_ranks
 from launch.training.ranks.signals import StopRequest
+from launch.training.run_folder import folder as run_folder
 from launch.training.run_folder.folder import NoFolder, open_run_folder
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
@@ -196,6 +200,37 @@ class WatchedBlocks(Observer):
             if lengths:
                 found |= {f"{when}_calls": len(lengths), f"min_{when}": min(lengths), f"max_{when}": max(lengths)}
         return found
+
+
+class WatchedPicture(Observer):
+    """Before each step, waits for a whole `loss.png` of the last evaluation; its pictures are of the steps `drawn_before`."""
+
+    def start(self, engine: TrainingEngine) -> None:
+        self.file = Path(engine.config.runs_dir) / engine.config.run_name / "loss.png"
+        self.eval_every, self.seen, self.drawn_before = engine.config.eval_every, 0, 0.0
+
+    def on_step(self, step: int) -> None:
+        if (step - 1) % self.eval_every == 0 and os.environ["RANK"] == "0":
+            deadline = time.monotonic() + 60.0
+            while not self.file.exists() or self.file.stat().st_mtime_ns == self.seen or self._draws():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            self.seen, self.drawn_before = self.file.stat().st_mtime_ns, self.drawn_before + 1
+            with Image.open(self.file) as picture:
+                picture.verify()
+
+    def _draws(self) -> bool:
+        living = (one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE)
+        return any("launch.training.run_folder.picture" in one.cmdline() for one in living)
+
+    def metrics(self) -> dict[str, float]:
+        return {"drawn_before": self.drawn_before}
+
+
+def pretrain_watching_the_picture(flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` where every evaluation draws."""
+    with mock.patch.object(run_folder, "PICTURE_SECONDS", 0.0):
+        return pretrain(flags, [WatchedPicture()])
 
 
 class CountedCompilations(Observer):

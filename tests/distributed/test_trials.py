@@ -176,6 +176,7 @@ def test_an_interrupted_comparison_is_resumed(number, code, more, corpus, tmp_pa
     ended(command)  # no rank outlives the command that started it
     stopped = [command.steps_of(run) for run in command.folders()]
     assert all(STEPS <= step < steps for step in stopped)
+    assert all(re.search(rf"{run.name}: step \d+/{steps}, loss [\d.]+,.* left", output) for run in command.folders())
     if number != signal.SIGKILL:
         assert "the same command" in output
     again = Command(corpus, tmp_path, "second", steps)

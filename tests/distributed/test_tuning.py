@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def tiny(corpus, tmp_path, monkeypatch) -> str:
     return "tiny"
 
 
-def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
+def flags(testbed: str, folder: Path, *recipes: str, quiet: bool = True) -> argparse.Namespace:
     given = {
         "recipe": list(recipes),
         "testbed": [testbed],
@@ -50,11 +51,11 @@ def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
         "parallel": None,
         "seeds": None,
     }
-    return argparse.Namespace(**given, quiet=True, keep_checkpoints=False)
+    return argparse.Namespace(**given, quiet=quiet, keep_checkpoints=False)
 
 
 def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, capfd):
-    found, lines, runs = tuning.tune(flags(tiny, tmp_path), [])
+    found, lines, runs = tuning.tune(flags(tiny, tmp_path, quiet=False), [])
     arm = found["tiny"]["arms"]["zero0_bf16"]
     grid = [(point["lr"], point["warmup_steps"], point["set"]) for point in arm["grid"]]
     assert [run.description["lr"] for run in runs[:3]] == RATES and found["tiny"]["seed"] == tuning.SWEEP_SEED
@@ -69,6 +70,9 @@ def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, cap
     assert json.loads(file.read_text()) == found and file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     said = capfd.readouterr().out
     assert "a sweep in 3 rounds" in said and [f"training {number} runs" in said for number in (3, 1)] == [True, True]
+    for run in (run for run in runs if run.finished):  # the line of a run of more steps comes while it trains, too
+        loss = f"{run.measures['final_val_loss']:.4f}"
+        assert re.search(rf"runs have ended: {run.name}: step 4/4, loss \d.*, validation {loss}, 00:00 left$", said, re.MULTILINE)
     assert tuning.tune(flags(tiny, tmp_path), [])[0]["tiny"]["arms"] == found["tiny"]["arms"]
     assert "training" not in capfd.readouterr().out
 

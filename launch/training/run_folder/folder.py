@@ -13,24 +13,24 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from data_pipeline.staging import remove_abandoned, remove_unfinished, write_atomically
 from launch.config.explain import learning_rate
 from launch.config.flags import MUST
-from launch.config.run_config import SCRATCH, RunConfig
+from launch.config.run_config import ROOT, SCRATCH, RunConfig
 from launch.errors import UsageError, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, what_resume_does
 from launch.formats.files import refuse_links
-from launch.formats.metrics import read_metrics
+from launch.formats.metrics import evaluated_losses
 from launch.training.checkpoints.branch import start_branch
-from launch.training.run_folder.metrics_writer import METRICS_FILE, MetricsWriter
+from launch.training.run_folder.metrics_writer import MetricsWriter
 from launch.training.run_folder.provenance import describe_run
 from launch.training.run_folder.run_json import resume_description
 
@@ -38,6 +38,8 @@ from launch.training.run_folder.run_json import resume_description
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints", SCRATCH)
 #: How long a resume waits for the previous job to end. A rank of it that lost its job ends after `--hang_timeout`, by default 300 s.
 WAIT_SECONDS = 360.0
+#: The least time between two pictures while a run trains: drawing one takes a second of a core.
+PICTURE_SECONDS = 10.0
 
 
 def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: bool = False) -> Path:
@@ -99,6 +101,9 @@ class RunFolder:
     def __init__(self, path: Path, description: dict[str, Any], quiet: bool = False, branched: bool = False):
         self.path, self.quiet, self._branched = path, quiet, branched
         self._metrics: MetricsWriter | None = None
+        self._drawing: subprocess.Popen[bytes] | None = None
+        self._drawn = time.monotonic()
+        self.print: Callable[[str], Any] = print_once  # a progress bar replaces it, to print above itself
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             self._lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the run
@@ -192,7 +197,7 @@ class RunFolder:
             self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + line + "\n")
             self._log.flush()
         if always or not (silent or self.quiet):
-            print_once(line)
+            self.print(line)
 
     def log_start(self, config: RunConfig, lines: Iterable[str], state: dict[str, Any]) -> None:
         """Log whether the run is resumed, then `lines`, then the changes since the last start, and whether the learning rate jumps."""
@@ -220,36 +225,57 @@ class RunFolder:
                 always=True,
             )
 
-    def log_failure(self, config: RunConfig, reason: str) -> None:
+    def log_failure(self, reason: str) -> None:
         """Log why the run failed and draw its loss. The command prints `reason` itself."""
         self.log(f"error: {reason}", silent=True)
-        self._draw_loss(config)
+        self._draw_loss()
 
-    def log_end(self, config: RunConfig, state: dict[str, Any], stop_signal: int) -> None:
-        """Log how the run ended and draw its loss. `stop_signal` is the signal that stopped it, 0 at its end."""
+    def log_end(self, state: dict[str, Any], whole: dict[str, float], stop_signal: int) -> None:
+        """Log how the run ended and draw its loss.
+
+        whole: the losses on the whole validation split, if it was evaluated. stop_signal: the signal that stopped the run, 0 at its end.
+        """
         if stop_signal:
             name = signal.Signals(stop_signal).name
             self.log(f"stopped by {name} after step {state['step']}; --resume {self.path} continues from there", always=True)
         else:
-            ended: dict[str, Any] = {key: state[key] for key in ("step", "tokens", "whole_val_loss") if key in state}
-            if not math.isfinite(state.get("whole_val_loss", 0.0)):
-                ended["whole_val_loss"] = None  # JSON has no NaN
+            ended = {"step": state["step"], "tokens": state["tokens"]}
+            ended |= {f"whole_{name}": loss if math.isfinite(loss) else None for name, loss in whole.items()}  # JSON has no NaN
             with _one_line_on_os_error(self.path):
                 before = self._description.get("finished") or {}  # of the run that is resumed
                 kept = before if before.get("step") == state["step"] else {}  # no step was made: `whole_val_loss` still holds
                 self._write_run_json({**kept, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **ended})
-        picture = self._draw_loss(config)
+        picture = self._draw_loss()
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
-        if "whole_val_loss" in state:
-            loss += f", of the whole validation split {state['whole_val_loss']:.4f}"
+        if whole:
+            loss += f", of the whole validation split {evaluated_losses(whole).removeprefix('validation ')}"
         self.log(f"{self.path}: step {state['step']}, {state['tokens']:,} tokens{loss}; the curve is {picture}", always=True)
 
-    def _draw_loss(self, config: RunConfig) -> Path:
-        title = f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}"
-        picture = self.path / "loss.png"
+    def _draw_loss(self) -> Path:
+        from launch.training.run_folder.picture import draw_run  # imports matplotlib, which a start need not wait for
+
+        if self._drawing:
+            self._drawing.kill()
+            self._drawing.wait()
         with _one_line_on_os_error(self.path):
-            _picture().draw_loss(read_metrics(self.path / METRICS_FILE), picture, title, math.log(config.corpus.vocab_size))
-        return picture
+            remove_unfinished(self.path)
+            draw_run(self.path)
+        return self.path / "loss.png"
+
+    def _draw_loss_beside_training(self) -> None:
+        """Draw the loss in a process of lowest priority, so that training does not wait; none within `PICTURE_SECONDS` of the last one.
+
+        Interleaved runs draw at their end only, because their step times are compared.
+        """
+        drawing = self._drawing and self._drawing.poll() is None
+        if drawing or time.monotonic() - self._drawn < PICTURE_SECONDS or self._command.get("interleaved"):
+            return
+        self._drawn = time.monotonic()
+        command = ["nice", "-n", "19", sys.executable, "-m", "launch.training.run_folder.picture", str(self.path.absolute())]
+        with contextlib.suppress(OSError):  # at the latest, the end of the run reports it
+            self._drawing = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            )
 
     # --- numbers --------------------------------------------------------------------------------------------------------------------
 
@@ -258,6 +284,8 @@ class RunFolder:
         assert self._metrics is not None, "begin comes first"
         with _one_line_on_os_error(self.path):
             self._metrics.write(line, durable)
+        if "val_loss" in line:
+            self._draw_loss_beside_training()
 
     # --- the end --------------------------------------------------------------------------------------------------------------------
 
@@ -279,17 +307,12 @@ class NoFolder:
 
     seconds_before = 0.0
     run_id = None
+    print: Callable[[str], Any] = print_once
 
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
     log_start = log_end = log_failure = begin = write_metrics = abandon = close = log
-
-
-def _picture() -> ModuleType:
-    from launch.training.run_folder import picture  # imports matplotlib, which a start need not wait for
-
-    return picture
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
-"""Prints the run's sizes at its start, then a progress bar on a terminal, or plain lines elsewhere."""
+"""Prints the run's sizes at its start, then a progress bar with a line above it for each evaluation; without a terminal, plain lines."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,24 +11,21 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.config.run_config import RunConfig
-from launch.errors import is_local_rank_0
-from launch.formats.metrics import MEAN_STEPS, recent_loss
+from launch.errors import bar_options, is_local_rank_0, print_once
+from launch.formats.metrics import MEAN_STEPS, evaluated_losses, recent_loss
 from launch.training.engine import TrainingEngine
 from launch.training.evaluation import Evaluation
 from launch.training.meter import Meter
 from launch.training.run_folder.folder import NoFolder, RunFolder
-from model.accounting import parameter_count
+from model.accounting import in_words
 
 LINE_SECONDS = 10.0  # between two plain lines
 
 
 def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
     """Yield lines that name the model, the batch, the device, and the DeepSpeed bugs that are corrected."""
-    shape, where = config.shape, f"{config.ranks} rank(s) on {meter.device_name}"
-    yield (
-        f"{config.runs_dir}/{config.run_name}: {parameter_count(config.model_config) / 1e6:.1f} M parameters ({shape.n_layer} layers, "
-        f"{shape.d_model} wide, {shape.seq_len} tokens{shape.components}), ZeRO {config.zero_stage}, {config.precision}, {where}"
-    )
+    shape, arithmetic = config.shape, f"ZeRO {config.zero_stage}, {config.precision}, {config.ranks} rank(s) on {meter.device_name}"
+    yield f"{config.runs_dir}/{config.run_name}: {in_words(config.model_config)}, {arithmetic}"
     step = "step" if config.steps_to_make == config.steps else "full step"
     yield (
         f"{config.micro_batch_size} sequences x {config.gradient_accumulation_steps} accumulation x {config.ranks} rank(s) x "
@@ -38,7 +34,9 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     )
     if config.eval_every:
         unseen = "text" if config.corpus.eot_id is None else "documents"
-        yield f"validation loss: the mean over {evaluation.windows:,} sequences of {unseen} that the run is not trained on"
+        of_sources = "; ".join(f"{count:,} of {name}" for name, count in evaluation.windows_by_source().items())
+        what = f"{evaluation.windows:,} sequences of {unseen} that the run is not trained on"
+        yield f"validation loss: the mean over {what}{of_sources and f' ({of_sources})'}"
     if config.whole_eval:
         yield f"after the last step, the loss on the whole validation split is evaluated, {evaluation.all_windows:,} sequences"
     if meter.collectives.device.type == "cpu":
@@ -60,10 +58,10 @@ class Progress:
         self._first_tokens, self._start, self._last_line = state["tokens"], time.monotonic(), 0.0
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._bar = None
-        if is_local_rank_0() and not config.quiet and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=config.total_tokens, initial=state["tokens"], unit="tok", unit_scale=True, desc=config.run_name, dynamic_ncols=True
-            )
+        if is_local_rank_0() and not config.quiet and (width := bar_options()):
+            form = {"bar_format": "{l_bar}{bar}| {remaining} left, {rate_fmt}{postfix}", "unit": "tok", "unit_scale": True, **width}
+            self._bar = tqdm(total=config.total_tokens, initial=state["tokens"], desc=config.run_name, **form)
+            folder.print = lambda line: tqdm.write(line)
 
     def __enter__(self) -> Progress:
         return self
@@ -72,10 +70,11 @@ class Progress:
         """Print the step that `line` describes, if it is time."""
         self._losses.append(line["loss"])
         loss = f"loss {recent_loss(self._losses)}"
-        evaluated = f", validation {line['val_loss']:.4f}" if "val_loss" in line else ""
+        evaluated = f", {losses}" if (losses := evaluated_losses(line)) else ""
         if self._bar is not None:
             self._bar.update(line["tokens"] - self._bar.n)
-            self._bar.set_postfix_str(f"step {line['step']}, {loss}{evaluated}", refresh=False)
+            measured = "".join(f", {one}" for one in _measured(line))
+            self._bar.set_postfix_str(f"step {line['step']}, {loss.partition(' (')[0]}{measured}", refresh=False)
         if line.get("overflow"):
             self.folder.log(
                 f"step {line['step']}: overflow in fp16 at loss scale {line['loss_scale']:,.10g}, the update is skipped",
@@ -89,10 +88,20 @@ class Progress:
             text = (
                 f"step {line['step']:>5}/{self.config.steps_to_make}  {loss}{evaluated}  lr {line['lr']:.2e}  "
                 + (f"scale {line['loss_scale']:,.10g}, {line['skipped_steps']} skipped  " if "overflow" in line else "")
+                + "".join(f"{one}  " for one in _measured(line))
                 + f"{line['tokens_per_second']:,.0f} tok/s  {tqdm.format_interval(left)} left"
             )
-            self.folder.log(text, silent=self._bar is not None)
+            self.folder.log(text, silent=self._bar is not None and not evaluated)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+            self.folder.print = print_once
+
+
+def _measured(line: dict[str, Any]) -> Iterator[str]:
+    """The gradient norm, the MFU if it is known, and the peak memory of rank 0."""
+    yield "norm not finite" if line["grad_norm"] is None else f"norm {line['grad_norm']:.3g}"
+    if "mfu" in line:
+        yield f"mfu {line['mfu']:.1%}"
+    yield f"{line['peak_memory_bytes'] / 2**30:.2f} GiB"
