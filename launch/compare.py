@@ -4,9 +4,10 @@
     python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 400
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M --tune
+    python launch/compare.py --recipe recipes/muon --sweep lr=1e-3,2e-3,4e-3 --extend --data data/mine --preset nano
 
 A recipe's claims are judged on its testbeds, with the planned seeds; at other settings the figures are shown without verdicts. `--tune`
-sweeps a testbed's settings for control and recipe.
+sweeps a testbed's settings for control and recipe; `--sweep` sweeps the given flags at a setting of your own, with or without a recipe.
 
 Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. Control and recipe are trained with the same seeds.
 Their steps are interleaved, so that a slow moment of the machine affects both alike; `--parallel` trains several runs at the same time
@@ -26,7 +27,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import AUTO, EVALUATION, LENGTH, MODEL, TECHNIQUE, Parser, add_flags, as_words, flags_of, given, whole_number
 from launch.errors import TrainingFailed, UsageError, print_once, printable_line, run_command
-from launch.formats.files import check_writable
+from launch.formats.files import check_writable, read_committed
 from recipes.registry import ROOT, TESTBEDS, recipe_names
 
 
@@ -60,6 +61,17 @@ def build_parser() -> Parser:
         action="store_true",
         help="sweep the testbed's settings, such as the learning rate, for its control, or for a recipe and its control",
     )
+    parser.add_argument(
+        "--sweep",
+        metavar="NAME=VALUE,...",
+        action="append",
+        default=[],
+        help="train with each value of a flag of pretrain.py, or of a dotted key of the JSON, and choose the best; repeatable: one flag is"
+        " varied after another; with --recipe, each recipe and its control are swept, and the bests compared; --seeds: of each trial (1)",
+    )
+    parser.add_argument("--grid", action="store_true", help="sweep all combinations of the values")
+    parser.add_argument("--extend", action="store_true", help="add values to a sweep while the best one is the first or the last")
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="the JSON of a --sweep without --recipe (ds_configs/zero0_bf16.json)")
     parser.add_argument("--out", metavar="DIR", help="folder of the report; an earlier report there is replaced (runs/reports/<name>)")
     parser.add_argument("--publish", action="store_true", help="store the runs in results.json of each recipe and update the pages")
     parser.add_argument(
@@ -95,7 +107,9 @@ def build_parser() -> Parser:
 TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "parallel", "keep_checkpoints"}
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
 PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
-PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "out", "force", "quiet"}
+PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "sweep", "grid", "extend", "deepspeed_config", "out", "force", "quiet"}
+#: The files of a report, and of a sweep.
+WRITTEN = {"report.html", "report.json", "loss.png", "tuning.json", "tuning.png", "best.sh"}
 
 
 def main() -> int:
@@ -113,8 +127,8 @@ def main() -> int:
     passed_on = _passed_on(flags, names)
     if flags.publish:
         publish.check_checkout()
-    if flags.tune:
-        return _tune(flags, passed_on)
+    if flags.tune or flags.sweep:
+        return _sweep(flags, passed_on)
     unfinished: list[str] = []
     if flags.runs:
         compared = comparison.compare([runs.read_run(run) for run in flags.runs], flags.force)
@@ -132,33 +146,45 @@ def main() -> int:
     return 0
 
 
-def _tune(flags: argparse.Namespace, passed_on: list[str]) -> int:
-    """`--tune`."""
-    from launch.comparison import publish, recipe_pages, tuning  # as above
+def _sweep(flags: argparse.Namespace, passed_on: list[str]) -> int:
+    """`--sweep` and `--tune`."""
+    from launch.comparison import publish, recipe_pages, report, sweep, tuning  # as above
 
-    found, lines, trained = tuning.tune(flags, passed_on)
+    out = _out(flags)
+    swept = (sweep.tune if flags.tune else sweep.sweep)(flags, passed_on)
+    found, written = swept.as_json(), [out / "tuning.json", out / "best.sh"]
+    tuning.write_tuning(found, written[0])
+    written[1].write_text(swept.script(), encoding="utf-8")
     if flags.publish:
-        publish.check_runs("--publish", trained)
-    own = Path(flags.recipe[0]).resolve() if flags.recipe else TESTBEDS / flags.testbed[0]
-    folders = [_out(flags), *([own] if flags.publish else [])]
-    written = tuning.write_tuning(found, folders)
-    if flags.publish:
+        publish.check_runs("--publish", [*swept.runs.values()])
+        written.append((Path(flags.recipe[0]).resolve() if flags.recipe else TESTBEDS / swept.name) / "tuning.json")
+        tuning.write_tuning({**read_committed(written[-1]), **found}, written[-1])  # the sweeps on other testbeds stay
         recipe_pages.write_pages()
-    for line in [*lines, *(f"written: {file}" for file in written)]:
-        print_once(printable_line(line))
+    lines = [*swept.table().text().splitlines(), *swept.lines()]
+    if compared := swept.comparison():
+        written.append(report.write_report(compared, out))
+        lines += report.summary(compared)
+    print_once("\n".join([*map(printable_line, lines), swept.script(), *(f"written: {printable_line(str(file))}" for file in written)]))
     return 0
 
 
 def _out(flags: argparse.Namespace) -> Path:
     """The folder of the report: --out, or one named after what is compared."""
-    name = "all" if flags.all else "+".join([Path(folder).resolve().name for folder in flags.recipe or flags.runs] or flags.testbed)[:60]
-    return Path(flags.out or f"runs/reports/{name}{'-tuning' * flags.tune}")
+    names = [Path(folder).resolve().name for folder in flags.recipe or flags.runs] or flags.testbed or ["own"]
+    name = "all" if flags.all else "+".join(names)[:60]
+    return Path(flags.out or f"runs/reports/{name}{'-tuning' * flags.tune}{'-sweep' * bool(flags.sweep)}")
 
 
 def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     """Refuse flags that contradict each other."""
     sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
-    if flags.tune:
+    if flags.sweep:
+        others = ("runs", "all", "tune", "testbed", "publish", *(["deepspeed_config"] if flags.recipe else []))
+        if extra := [name for name in others if getattr(flags, name)]:
+            raise UsageError(f"--sweep trains at a setting of your own; leave out {'the run folders' if flags.runs else '--' + extra[0]}")
+    elif only := [name for name in ("grid", "extend", "deepspeed_config") if getattr(flags, name) and not flags.tune]:
+        raise UsageError(f"--{only[0]} applies to a sweep; give --sweep NAME=VALUE,..., or leave it out")
+    elif flags.tune:
         if len(flags.testbed) != 1:
             raise UsageError("--tune needs exactly one --testbed NAME")
         if flags.runs or flags.all or len(flags.recipe) > 1:
@@ -185,7 +211,7 @@ def _check_out(out: str | None) -> None:
     if out is None:
         return
     check_writable(folder := Path(out), "--out")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "report.json").exists():
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - WRITTEN and not (folder / "report.json").exists():
         raise UsageError(f"--out {out}: is not empty, and holds no report to replace; give another folder")
 
 

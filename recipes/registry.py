@@ -132,6 +132,12 @@ class Recipe:
     ranks: int = 1
     history: list[str] = field(default_factory=list)
 
+    @property
+    def changes_optimization(self) -> bool:
+        """Whether its best settings may differ from the control's: an experiment has a sweep, or the optimizer or the schedule differs."""
+        swept = any(one.sweep for one in self.experiments.values())
+        return swept or any(key.startswith(("optimizer", "scheduler")) for key in self.differs)
+
 
 def read_recipe(folder: str | Path) -> Recipe:
     """Read the recipe in `folder`.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import shlex
 import shutil
 import subprocess
-from dataclasses import replace
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from launch.comparison import experiments
 from launch.comparison.experiments import _paired_trials, check_corpus, error_of, has_ended
 from launch.comparison.trials import CannotRun, pair_trials
 from launch.errors import UsageError
-from recipes.registry import ROOT, read_recipe, read_testbed
+from recipes.registry import ROOT, read_recipe, read_recipes, read_testbed
 from tests.commands import run_script
 from tests.run_folders import description, lines, write_run
 
@@ -113,12 +114,30 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--out", "n" * 300], "cannot be written (File name too long); give another folder"),
         (["--tune", "--testbed", "nano-0.5M", "--out", "recipes/zero_2"], "is not empty, and holds no report to replace; give another"),
         (["n" * 300], "cannot be read (File name too long)"),
+        (
+            ["--sweep", "lrr=1,2", "--data", "CORPUS"],
+            "lrr 1: --set lrr: unknown key, which DeepSpeed would ignore; remove it; did you mean 'lr'?",
+        ),
+        (["--sweep", "lr=1e-3,2x", "--data", "CORPUS"], "zero0_bf16, lr 2x: --lr: '2x' is not a number above 0"),
+        (["--sweep", "lr=1e-3,", "--data", "CORPUS"], "--sweep lr=1e-3,: must be NAME=VALUE,VALUE,..., e.g. --sweep lr=5e-4,1e-3,2e-3"),
+        (["--sweep", "lr=1,2", "--lr", "1"], "lr is swept and given too; leave out one of the two"),
+        (["--sweep", "seed=1,2"], "--sweep seed: is not a value of the model or its training"),
+        (
+            ["--sweep", "steps=5,6", "--data", "CORPUS"],
+            "steps 6: its token budget (total_tokens) is 6,144, that of zero0_bf16, steps 5 is 5,120",
+        ),
+        (
+            ["--sweep", "lr=1", "--eval_every", "0"],
+            "--eval_every 0: a sweep compares validation losses; leave it out, or give --whole_eval",
+        ),
+        (["--sweep", "lr=1", "--testbed", "nano-0.5M"], "--sweep trains at a setting of your own; leave out --testbed"),
+        (["--recipe", "recipes/muon", "--grid"], "--grid applies to a sweep; give --sweep NAME=VALUE,..., or leave it out"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, corpus, tmp_path):
     done = compare(
         *(str(corpus) if word == "CORPUS" else word for word in words),
-        *(["--runs_dir", tmp_path / "trials"] if "--recipe" in words else []),
+        *(["--runs_dir", tmp_path / "trials"] if {"--recipe", "--sweep"} & {*words} else []),
     )
     assert done.returncode == 2, done.stdout
     (line,) = done.stderr.splitlines()
@@ -209,16 +228,26 @@ def test_what_has_ended_is_told_by_the_whole_run(runs, tmp_path):
     assert not has_ended(runs[1])
 
 
-def test_what_is_not_tuned_is_named_before_it_is_trained(monkeypatch, capsys):
-    monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
-    monkeypatch.setattr(experiments, "check_corpus", lambda _: None)
-    lamb = read_recipe(ROOT / "recipes" / "lamb")
-    own = replace(lamb.experiments["nano-0.5M"], tuned={})
-    monkeypatch.setattr(experiments, "open_recipe", lambda _: replace(lamb, experiments={"nano-0.5M": own}))
-    monkeypatch.setattr(experiments, "_paired_trials", lambda *_: 1 / 0)  # so that no corpus is needed
+def test_what_is_not_tuned_is_named_before_it_is_trained_with_the_command_that_tunes_it(corpus, monkeypatch, capsys):
+    words = ["--recipe", "recipes/muon", "--recipe", "recipes/zero_1", "--seeds", "2", *TINY, "--data", str(corpus), "--out", "x"]
+    monkeypatch.setattr(sys, "argv", ["launch/compare.py", *words])
+    monkeypatch.setattr(experiments, "train_missing", lambda *_: 1 / 0)
+    flags = build_parser().parse(words)
     with pytest.raises(ZeroDivisionError):
-        experiments.run_experiments([ROOT / "recipes" / "lamb"], [], build_parser().parse(["--recipe", "recipes/lamb"]))
-    assert "lamb is not tuned on nano-0.5M" in capsys.readouterr().out
+        experiments.run_experiments(flags.recipe, [*TINY, "--data", str(corpus)], flags)
+    (line,) = capsys.readouterr().out.splitlines()  # zero_1 does not change the optimization
+    assert line.startswith("muon changes the optimization; its learning rate, 0.002 (preset nano), and that of its control, 0.002, are not")
+    *_, command = line.split("to tune both: ")
+    tuning = build_parser().parse(shlex.split(command)[2:])
+    assert (tuning.recipe, tuning.sweep, tuning.extend, tuning.seeds) == (["recipes/muon"], ["lr=0.001,0.002,0.004"], True, 2)
+    assert tuning.data == str(corpus) and tuning.out is None
+
+
+def test_recipes_without_a_sweep_keep_the_algorithm():
+    """None of those claims a better loss. The others have a sweep, or another optimizer or schedule than their control."""
+    kept = [recipe.name for recipe in read_recipes() if not recipe.changes_optimization]
+    claims = {claim.question for name in kept for one in read_recipe(ROOT / "recipes" / name).experiments.values() for claim in one.claims}
+    assert "lower_by" not in claims and "muon" not in kept and "zero_3" in kept
 
 
 def test_a_testbed_that_no_recipe_uses_is_refused(monkeypatch):

@@ -223,7 +223,7 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     Raises:
         UsageError: without `force`, corpora, vocabularies, validation sets or token budgets differ.
     """
-    mismatches = _mismatches([runs], force)
+    mismatches = mismatches_of([{str(run.folder): run.description for run in runs}], force)
     groups = group(runs)
     sides = [Side(", ".join(dict.fromkeys(re.sub(r"[-_. ]*\d+$", "", run.name) or run.name for run in own)), own) for own in groups]
     if len({side.name for side in sides}) < len(sides):
@@ -246,7 +246,8 @@ def compare_experiments(
         UsageError: as by `compare`.
     """
     experiments = list(experiments)
-    mismatches = _mismatches([(*control, *own) for _, _, control, own in experiments], force)
+    described = [{str(run.folder): run.description for run in (*control, *own)} for _, _, control, own in experiments]
+    mismatches = mismatches_of(described, force)
     sides: dict[Group, Side] = {}  # a control that recipes share is one side
 
     def side(name: str, runs: Sequence[Run]) -> Side:
@@ -302,30 +303,28 @@ def _settings(run: Run) -> dict[str, Any]:
 # --- what may be compared, and with what ----------------------------------------------------------------------------------------------
 
 
-def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str, ...]:
-    """Why the losses of an experiment's runs cannot be compared.
+def mismatches_of(experiments: Iterable[Mapping[str, Mapping[str, Any]]], force: bool) -> tuple[str, ...]:
+    """Why the losses of an experiment's runs cannot be compared. experiments: name of a run -> its `run.json`; the first is the control.
 
     Raises:
         UsageError: there are reasons and no `force`.
     """
     found: dict[tuple[Any, ...], str] = {}  # of the runs with one control, a line per kind and value
     for runs in experiments:
-        first = _basis_of_losses(runs[0])
-        for run in runs:
-            for kind, value in _basis_of_losses(run).items():
+        control, first = next((name, _basis_of_losses(described)) for name, described in runs.items())
+        for name, described in runs.items():
+            for kind, value in _basis_of_losses(described).items():
                 if value != first[kind]:
-                    text = f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first[kind]}"
-                    found.setdefault((runs[0].folder, kind, value), text)
+                    found.setdefault((control, kind, value), f"{name}: its {kind} is {value}, that of {control} is {first[kind]}")
     if found and not force:
         fix = "give runs that agree, or --force, which marks the report (launch/score.py compares models in bits per byte)"
         raise UsageError(*(f"{one}; {fix}" for one in found.values()))
     return tuple(found.values())
 
 
-def _basis_of_losses(run: Run) -> dict[str, str]:
-    """The values that must be equal for the losses of two runs to be comparable."""
-    described = run.description
-    windows = "the whole split at the end in" if described.get("whole_eval") else f"{_sequences_evaluated(run):,}"
+def _basis_of_losses(described: Mapping[str, Any]) -> dict[str, str]:
+    """The values that must be equal for the losses of two runs to be comparable. described: the content of their `run.json`."""
+    windows = "the whole split at the end in" if described.get("whole_eval") else f"{_sequences_evaluated(described):,}"
     masked = ", attention within documents" if described["no_cross_document"] else ""
     return {
         "corpus_fingerprint": described["corpus_fingerprint"][:16],
@@ -335,13 +334,13 @@ def _basis_of_losses(run: Run) -> dict[str, str]:
     }
 
 
-def _sequences_evaluated(run: Run) -> int:
-    return int(run.description["eval_batches"] * run.description["global_batch_size"])
+def _sequences_evaluated(described: Mapping[str, Any]) -> int:
+    return int(described["eval_batches"] * described["global_batch_size"])
 
 
 def sequences_evaluated(*sides: Side) -> set[int]:
     """The numbers of sequences of an evaluation during training. With `--whole_eval`, runs of different batch sizes are compared too."""
-    return {_sequences_evaluated(run) for side in sides for run in side.runs}
+    return {_sequences_evaluated(run.description) for side in sides for run in side.runs}
 
 
 # --- figures and verdicts -------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ import contextlib
 import fcntl
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import run_interleaved
 from launch.comparison.runs import Run, progress, read_run
 from launch.comparison.trials import CannotRun, PairedTrials, Trial, corpus_command, fitting_groups, in_order, pair_trials
-from launch.config.flags import open_recipe
+from launch.config.flags import open_recipe, without
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, bar_options, print_once, printable_line
 from launch.formats.files import check_writable, read_json_object
@@ -75,12 +77,13 @@ def run_experiments(
     share_cores(flags, max((ranks_of(recipe, testbed, flags) for recipe, testbed in found), default=1))
     pairs: list[PairedTrials] = []
     for recipe, testbed in found:
-        if testbed and (own := recipe.experiments[testbed.name]).sweep and not own.tuned:
-            print_once(f"{recipe.name} is not tuned on {testbed.name} (--tune), and trains with the testbed's values")
         try:
             pairs.append(_paired_trials(recipe, testbed, passed_on, flags))
         except CannotRun as reason:
             leave_out(recipe, reason)
+    untuned = [line for pair in pairs for line in _untuned(pair, flags)]
+    for line in untuned:
+        print_once(line)
     if not pairs:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
     runs, failures = train_missing(flags, in_order(pairs))
@@ -93,7 +96,22 @@ def run_experiments(
             why = next(failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures)
             absent.append(Absent(one.recipe.name, f"{one.testbed.name}: {why}" if one.testbed else why))
     unfinished = [name for name in failures if name not in runs or runs[name].state == "unfinished"]
-    return compare_experiments(experiments, absent, flags.force), unfinished
+    compared = compare_experiments(experiments, absent, flags.force)
+    return replace(compared, remarks=(*untuned, *compared.remarks)), unfinished
+
+
+def _untuned(pair: PairedTrials, flags: argparse.Namespace) -> list[str]:
+    """A line with the command that tunes both sides, if the recipe changes the optimization and no sweep chose its values here."""
+    recipe, testbed, own, control = pair.recipe, pair.testbed, pair.own[0].config, pair.control[0].config
+    here = testbed and recipe.experiments[testbed.name]
+    if not (here.sweep and not here.tuned if here else recipe.changes_optimization):
+        return []
+    rest = without(sys.argv[1:], "--recipe", "--all", "--testbed", "--publish", "--lr", "--out")
+    how = ["--tune", "--testbed", testbed.name] if testbed else ["--sweep", f"lr={own.lr / 2:g},{own.lr:g},{own.lr * 2:g}", "--extend"]
+    folder = next((one for one in flags.recipe if Path(one).resolve().name == recipe.name), f"recipes/{recipe.name}")
+    command = shlex.join(["python", "launch/compare.py", "--recipe", str(folder), *how, *rest])
+    rates = f"{own.lr:g} ({own.origins.get('optimizer.params.lr', own.config_file)}), and that of its control, {control.lr:g}"
+    return [f"{recipe.name} changes the optimization; its learning rate, {rates}, are not tuned here; to tune both: {command}"]
 
 
 def testbed_named(name: str) -> Testbed:
@@ -136,22 +154,26 @@ def _paired_trials(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[
     count = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
     first = FIRST_EXPLORED if testbed and flags.seeds else 1
     ranks = ranks_of(recipe, testbed, flags)
-    if flags.parallel and ranks > 1 and device_type() == "cuda":
-        way = "leave out --parallel" if testbed else "give --ranks 1, or leave out --parallel"
-        raise CannotRun(f"its runs have {ranks} ranks, and --parallel gives each run one GPU; {way}")
+    check_parallel(flags, ranks)
     timed = [claim for claim in recipe.experiments[testbed.name].claims if claim.measure == "step_time"] if testbed else []
     if flags.parallel and flags.publish and timed:
         raise UsageError(f"--parallel: recipes/{recipe.name} claims '{timed[0]}', which needs interleaved runs; leave out --parallel")
     return pair_trials(recipe, passed_on, range(first, first + count), ranks, testbed)
 
 
-def ranks_of(recipe: Recipe, testbed: Testbed | None, flags: argparse.Namespace) -> int:
+def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Namespace) -> int:
     """The ranks of each run: `--ranks`; else on a testbed those of the recipe; else one per GPU, or two on a CPU."""
     if flags.ranks:
         return int(flags.ranks)
-    if testbed:
+    if testbed and recipe:
         return recipe.ranks
     return len(gpus()) if device_type() == "cuda" else CPU_RANKS
+
+
+def check_parallel(flags: argparse.Namespace, ranks: int) -> None:
+    """Raises CannotRun if `--parallel` has too few GPUs for runs of so many ranks."""
+    if flags.parallel and ranks > 1 and device_type() == "cuda":
+        raise CannotRun(f"its runs have {ranks} ranks (--ranks), and --parallel gives each run one GPU; leave out --parallel")
 
 
 def share_cores(flags: argparse.Namespace, ranks: int) -> None:
@@ -160,73 +182,84 @@ def share_cores(flags: argparse.Namespace, ranks: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // (flags.parallel * ranks))))
 
 
-def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> tuple[dict[str, Run], dict[str, str]]:
+def train_missing(
+    flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], labels: Mapping[str, str] | None = None, before: int = 0, total: int = 0
+) -> tuple[dict[str, Run], dict[str, str]]:
     """Train the runs that have not ended: those of a batch interleaved, or with `--parallel`, several at the same time.
+
+    labels: by name, what the line calls a run that has ended. before: the number of runs in earlier calls. total: in all calls, if known.
 
     Returns all runs that have begun, and the reasons for those that failed, by name. Raises UsageError as `Trial.check_folder` does.
     """
     runs_dir = Path(flags.runs_dir)
-    for trial in (trial for trials in batches for trial in trials):
-        trial.check_folder(runs_dir / trial.name)
-    failures = _train(flags, batches, runs_dir)
-    names = dict.fromkeys(trial.name for trials in batches for trial in trials)
-    return {name: read_run(runs_dir / name) for name in names if (runs_dir / name / "run.json").exists()}, failures
-
-
-def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
+    every = {trial.name: trial for trials in batches for trial in trials}
+    for name, trial in every.items():
+        trial.check_folder(runs_dir / name)
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     if flags.parallel:
         missing = [[trial for trials in missing for trial in trials]]
     groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.parallel or flags.at_once)]
     failures: dict[str, str] = {}
-    if not groups:
-        return failures
-    with _locked(runs_dir):
-        trials = [trial for group in groups for trial in group]
-        how = f"{max(map(len, groups))} of them {'at the same time' if flags.parallel else 'interleaved'}"
-        print_once(f"training {len(trials)} runs, at most {how}, in {runs_dir}")
-        steps = sum(trial.config.steps_to_make for trial in trials)
-        done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
-        ended: list[str] = []
-        width = None if flags.quiet else bar_options()
-        with tqdm(total=steps, initial=done, unit="step", disable=width is None, **(width or {})) as bar:
-            lines: dict[str, tqdm[Any]] = {}  # on a terminal a line for each run that trains, below the bar
-            printed: dict[str, float] = {}  # elsewhere, when a run's line was printed
+    if groups:
+        there = before + len(every) - sum(map(len, groups))
+        with _locked(runs_dir):
+            failures = _train(flags, groups, {name: name for name in every} | {**(labels or {})}, there, max(total, before + len(every)))
+    return {name: read_run(runs_dir / name) for name in every if (runs_dir / name / "run.json").exists()}, failures
 
-            def on_steps(name: str, made: int) -> None:
-                bar.update(made)
-                if flags.quiet or not (text := progress(read_log(runs_dir / name))):
-                    return
-                if width:
-                    if name not in lines:
-                        lines[name] = tqdm(bar_format="{desc}", leave=False, **width)
-                    lines[name].set_description_str(f"{name}: {text}")
-                elif time.monotonic() - printed.get(name, -math.inf) > SECONDS_BETWEEN_LINES:
-                    printed[name] = time.monotonic()
-                    print_once(f"{name}: {text}")
 
-            def on_end(name: str, code: int) -> None:
-                ended.append(name)
-                if name in lines:
-                    lines.pop(name).close()
-                if code:
-                    failures[name] = error_of(runs_dir / f"{name}.out", code)
-                    print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
-                elif not flags.keep_checkpoints:
-                    shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
-                if not flags.quiet:
-                    how = "failed" if code else progress(read_log(runs_dir / name))
-                    bar.write(f"{len(ended)} of {len(trials)} runs have ended: {name}: {how}")
+def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels: dict[str, str], there: int, total: int) -> dict[str, str]:
+    """Train the runs of each group; why runs failed, by name. there: the number of runs of `total` that had ended before."""
+    runs_dir, trials = Path(flags.runs_dir), [trial for group in groups for trial in group]
+    together = f"at most {max(map(len, groups))} {'at the same time' if flags.parallel else 'interleaved'}, "
+    print_once(f"training {len(trials)} run{'s' * (len(trials) > 1)}, {together * (len(trials) > len(groups))}in {runs_dir}")
+    failures: dict[str, str] = {}
+    steps = sum(trial.config.steps_to_make for trial in trials)
+    done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
+    later = (total - there - len(trials)) * steps / len(trials)
+    start, made, ended = time.monotonic(), 0, there
+    width = None if flags.quiet else bar_options()
+    with tqdm(total=steps, initial=done, unit="step", disable=width is None, **(width or {})) as bar:
+        lines: dict[str, tqdm[Any]] = {}  # on a terminal a line for each run that trains, below the bar
+        printed: dict[str, float] = {}  # elsewhere, when a run's line was printed
 
-            try:
-                for group in [trials] if flags.parallel else groups:
-                    scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
-                    run_interleaved(scripts, runs_dir, on_steps, on_end, flags.parallel)
-            except SystemExit:
-                for one in (*lines.values(), bar):
-                    one.close()
-                print_once("stopped; the same command resumes the runs", sys.stderr)
-                raise
+        def on_steps(name: str, number: int) -> None:
+            nonlocal made
+            made += number
+            bar.update(number)
+            if flags.quiet or not (text := progress(read_log(runs_dir / name))):
+                return
+            if width:
+                if name not in lines:
+                    lines[name] = tqdm(bar_format="{desc}", leave=False, **width)
+                lines[name].set_description_str(f"{labels[name]}: {text}")
+            elif time.monotonic() - printed.get(name, -math.inf) > SECONDS_BETWEEN_LINES:
+                printed[name] = time.monotonic()
+                print_once(printable_line(f"{labels[name]}: {text}"))
+
+        def on_end(name: str, code: int) -> None:
+            nonlocal ended
+            ended += 1
+            if name in lines:
+                lines.pop(name).close()
+            if code:
+                failures[name] = error_of(runs_dir / f"{name}.out", code)
+                print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
+            elif not flags.keep_checkpoints:
+                shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
+            if not flags.quiet:
+                how = "failed" if code else progress(read_log(runs_dir / name)).rpartition(", ")[0]
+                left = tqdm.format_interval((time.monotonic() - start) / max(1, made) * max(0, steps - done - made + later))
+                bar.write(printable_line(f"run {ended} of {total}: {labels[name]}: {how}; about {left} left"))
+
+        try:
+            for group in [trials] if flags.parallel else groups:
+                scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
+                run_interleaved(scripts, runs_dir, on_steps, on_end, flags.parallel)
+        except SystemExit:
+            for one in (*lines.values(), bar):
+                one.close()
+            print_once("stopped; the same command resumes the runs", sys.stderr)
+            raise
     return failures
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,14 @@ CODE = ("launch/pretrain.py", "launch/config", "launch/formats", "launch/trainin
 class Trial:
     """One run of an experiment.
 
-    flags: of `launch/pretrain.py`, without the run's name and folder. config: what they resolve to.
+    flags: of `launch/pretrain.py`, without the run's name and folder. config: what they resolve to. described: what `run.json` will say
+    of the numbers.
     """
 
     name: str
     flags: tuple[str, ...]
     config: RunConfig
+    described: dict[str, Any] = field(compare=False, repr=False)
 
     @property
     def seed(self) -> int:
@@ -93,9 +95,7 @@ def pair_trials(recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], rank
     """
     suggested = suggested_flags(recipe, flags)
     of_control = without(suggested, "--architecture", *(f"--{field}" for field in FIELDS))
-    seeds = list(seeds)
-    of_recipe, its_control = (read_json(ROOT / config)[0].keys() for config in (recipe.config, recipe.control))
-    techniques = {cls.declaration.section for cls in technique_classes()} & of_recipe - its_control
+    seeds, techniques = list(seeds), only_in_recipe(recipe)
     shared = without(flags, "--set", values=lambda setting: setting.partition("=")[0].partition(".")[0] in techniques)
 
     def trials(config: str, suggested: list[str], flags: Sequence[str], own: Recipe | None = None) -> tuple[Trial, ...]:
@@ -103,6 +103,12 @@ def pair_trials(recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], rank
         return tuple(make_trial(config, [*first, *flags, "--seed", str(seed)], ranks) for seed in seeds)
 
     return PairedTrials(recipe, testbed, trials(recipe.control, of_control, shared), trials(recipe.config, suggested, flags, recipe))
+
+
+def only_in_recipe(recipe: Recipe) -> set[str]:
+    """The sections of techniques that the recipe's JSON has and its control's lacks."""
+    own, its_control = (read_json(ROOT / config)[0].keys() for config in (recipe.config, recipe.control))
+    return {cls.declaration.section for cls in technique_classes()} & own - its_control
 
 
 def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
@@ -143,7 +149,8 @@ def make_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
         raise CannotRun(reason.faults[0].removeprefix(f"{ROOT}/")) from None
     if config.lacks:
         raise CannotRun(config.lacks[0].removeprefix(f"{ROOT}/"))
-    return Trial(_name(config, {**config.as_json(), "corpus_fingerprint": config.corpus.fingerprint}), tuple(flags), config)
+    described = config.as_json() | {"corpus_fingerprint": config.corpus.fingerprint, "corpus": {"vocab_size": config.vocab_size}}
+    return Trial(_name(config, described), tuple(flags), config, described)
 
 
 def _name(config: RunConfig, described: dict[str, Any]) -> str:

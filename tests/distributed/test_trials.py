@@ -110,25 +110,13 @@ def test_a_parallel_run_uses_one_gpu(monkeypatch):
 
 
 class Command:
-    """`launch/compare.py` with two runs, started in a session of its own."""
+    """`launch/compare.py --recipe RECIPE` with two or more runs, started in a session of its own."""
 
-    def __init__(self, corpus: Path, folder: Path, out: str, steps: int, *more: str):
+    def __init__(self, folder: Path, out: str, *more: str):
         self.runs = folder / "trials"
-        command = [
-            "launch/compare.py",
-            "--recipe",
-            RECIPE,
-            "--seeds",
-            "1",
-            "--ranks",
-            "1",
-            "--runs_dir",
-            str(self.runs),
-            *flags(corpus, steps),
-            *more,
-        ]
+        command = ["launch/compare.py", "--recipe", RECIPE, "--runs_dir", str(self.runs), "--out", str(folder / out)]
         self.process = subprocess.Popen(
-            [sys.executable, *command, "--out", str(folder / out)],
+            [sys.executable, *command, *more],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -168,7 +156,8 @@ def ended(command: Command) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_an_interrupted_comparison_is_resumed(number, code, more, corpus, tmp_path):
     steps = 40 * STEPS
-    command = Command(corpus, tmp_path, "first", steps, *more)
+    words = ["--seeds", "1", "--ranks", "1", *flags(corpus, steps)]
+    command = Command(tmp_path, "first", *words, *more)
     command.wait_for_steps(STEPS)
     os.kill(command.process.pid, number)
     output = command.process.communicate(timeout=PATIENCE_SECONDS)[0]
@@ -179,7 +168,7 @@ def test_an_interrupted_comparison_is_resumed(number, code, more, corpus, tmp_pa
     assert all(re.search(rf"{run.name}: step \d+/{steps}, loss [\d.]+,.* left", output) for run in command.folders())
     if number != signal.SIGKILL:
         assert "the same command" in output
-    again = Command(corpus, tmp_path, "second", steps)
+    again = Command(tmp_path, "second", *words)
     output = again.process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert again.process.returncode == 0, output
     assert [command.steps_of(run) for run in command.folders()] == [steps] * 2
