@@ -46,22 +46,20 @@ class Loader:
         yield from map(self._tensor, windows)
 
     def validation_windows(self, n_windows: int) -> np.ndarray:
-        """The numbers of `n_windows` windows (at most all of the split) that are spread evenly over it, ascending: int64."""
+        """The numbers of `n_windows` windows (at most all of the split), spread evenly over it and ascending: int64. For any world size."""
         n_windows = min(n_windows, self.n_windows)
         return np.arange(n_windows, dtype=np.int64) * self.n_windows // n_windows
 
-    def validation_batches(self, n_windows: int, micro_batch_size: int) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        """(tensor, windows) pairs that cover, over all ranks, the `validation_windows`, each once.
+    def validation_batches(self, windows: np.ndarray, micro_batch_size: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """(tensor, weight) pairs that cover, over all ranks, `windows`, each once.
 
-        They are the same for every world size. Every rank yields the same number of pairs, as collectives require. A pair has the number of
-        the window of each row, or none for a filler row if this rank has no windows left.
+        Every rank yields the same number of pairs, as collectives require. The weight is the number of rows, or 0 for a filler row if this
+        rank has no windows left.
         """
-        windows = self.validation_windows(n_windows)
-        n_windows = len(windows)
         per_round = micro_batch_size * self.world_size
-        for start in range(self.rank * micro_batch_size, -(-n_windows // per_round) * per_round, per_round):
+        for start in range(self.rank * micro_batch_size, -(-len(windows) // per_round) * per_round, per_round):
             mine = windows[start : start + micro_batch_size]
-            yield self._tensor(mine if len(mine) else windows[:1]), mine
+            yield self._tensor(mine if len(mine) else windows[:1]), len(mine)
 
     def _tensor(self, indices: np.ndarray) -> torch.Tensor:
         on_gpu = self.device.type == "cuda"

@@ -163,7 +163,7 @@ def window_losses(
     batch_size = batch_size or max(1, PASS_TOKENS.get(device.type, PASS_TOKENS["cpu"]) // seq_len)
     loader = Loader(split, None, seq_len, corpus.vocab_size, 0, 1, device)
     losses: list[torch.Tensor] = []
-    for tokens, _ in loader.validation_batches(windows, batch_size):
+    for tokens, _ in loader.validation_batches(loader.validation_windows(windows), batch_size):
         logits = model(tokens[:, :-1])  # (B, T, V)
         for of_window, targets in zip(logits, tokens[:, 1:], strict=True):
             losses.append(F.cross_entropy(of_window.float(), targets))

@@ -43,48 +43,32 @@ class Evaluation:
         """
         return self._means(self.all_windows, agree_to_stop)
 
-    def windows_by_source(self) -> dict[str, int]:
-        """The number of windows of each source of a mixture in an evaluation during the run."""
-        return dict(zip(self.sources, self._count(self.loader.validation_windows(self.windows)), strict=False))
-
-    def _count(self, windows: np.ndarray) -> list[int]:
-        """The number of `windows` of each source."""
-        counts: list[int] = np.bincount(np.searchsorted(self._ends, windows, side="right"), minlength=len(self._ends)).tolist()
-        return counts
+    def windows_by_source(self, windows: int) -> list[np.ndarray]:
+        """The numbers of `windows` windows of the split, those of each source."""
+        numbers = self.loader.validation_windows(windows)
+        return np.split(numbers, np.searchsorted(numbers, self._ends[:-1]))
 
     @torch.no_grad()
     def _means(self, windows: int, agree_to_stop: Callable[[], int] = lambda: 0) -> tuple[dict[str, float], int]:
         """The means over `windows` windows, and the signal that stopped it (0: none); no means if it was stopped.
 
-        All ranks run the same number of batches. The last one of a rank may be a filler without weight.
+        A batch has windows of one source. All ranks run the same number of batches; the last one of a rank and source may be a filler
+        without weight.
         """
         engine = self.engine
-        head = engine.ds_engine.module.lm_head
         sums = torch.zeros(len(self._ends), 2, dtype=torch.float64, device=self.collectives.device)  # of each source: losses, windows
-        counts: list[int] = []  # the rows of the batch, which are ordered by source
-
-        def loss_by_source(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-            """The head's loss of the rows of each source. The rest of the forward pass is that of the whole batch."""
-            sizes = [count * len(x) // max(1, sum(counts)) for count in counts]
-            loss = torch.zeros((), device=x.device)
-            for source, (part, of_part) in enumerate(zip(x.split(sizes), targets.split(sizes), strict=True) if any(counts) else ()):
-                if counts[source]:
-                    loss = head_loss(part, weight, bias, of_part)
-                    sums[source] += torch.stack([loss.double() * counts[source], torch.full_like(sums[0, 0], counts[source])])
-            return loss
-
-        head_loss, head.loss = head.loss, loss_by_source
         engine.ds_engine.eval()
-        try:
-            with engine.techniques.evaluation_weights():
-                for number, (tokens, of_batch) in enumerate(self.loader.validation_batches(windows, engine.config.micro_batch_size), 1):
-                    counts = self._count(of_batch)
-                    engine.loss(tokens)
+        with engine.techniques.evaluation_weights():
+            number = 0
+            for source, of_source in zip(sums, self.windows_by_source(windows), strict=True):
+                for tokens, weight in self.loader.validation_batches(of_source, engine.config.micro_batch_size):
+                    loss = engine.loss(tokens)
+                    if weight:
+                        source += torch.stack([loss.double() * weight, torch.full_like(source[0], weight)])
+                    number += 1
                     if number % BATCHES_BETWEEN_SIGNALS == 0 and (stop_signal := agree_to_stop()):
                         return {}, stop_signal
-                self.collectives.all_reduce(sums)
-        finally:
-            head.loss = head_loss
+            self.collectives.all_reduce(sums)
         engine.ds_engine.train()
         total, seen = sums.sum(0).tolist()
         by_source = {f"val_loss/{name}": loss / count for name, (loss, count) in zip(self.sources, sums.tolist(), strict=False) if count}

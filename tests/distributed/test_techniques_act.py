@@ -54,7 +54,7 @@ def test_documents_are_evaluated_one_by_one_too(two_ranks, short_documents, tmp_
     lines = two_ranks.train(run)
     corpus = open_corpus(short_documents)
     loader = Loader(corpus.val, None, SIZES["seq_len"], corpus.vocab_size, 0, 1, torch.device("cpu"))
-    ((windows, _),) = loader.validation_batches(12, 12)
+    ((windows, _),) = loader.validation_batches(loader.validation_windows(12), 12)
     with torch.no_grad():
         untrained = GPT(GPTConfig(**SIZES, vocab_size=corpus.vocab_size, init_seed=SEED))
         expected = document_by_document(untrained, windows, corpus.eot_id)

@@ -34,7 +34,8 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     )
     if config.eval_every:
         unseen = "text" if config.corpus.eot_id is None else "documents"
-        of_sources = "; ".join(f"{count:,} of {name}" for name, count in evaluation.windows_by_source().items())
+        by_source = zip(evaluation.sources, evaluation.windows_by_source(evaluation.windows), strict=False)
+        of_sources = "; ".join(f"{len(windows):,} of {name}" for name, windows in by_source)
         what = f"{evaluation.windows:,} sequences of {unseen} that the run is not trained on"
         yield f"validation loss: the mean over {what}{of_sources and f' ({of_sources})'}"
     if config.whole_eval:
