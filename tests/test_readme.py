@@ -126,7 +126,7 @@ def test_comparing_commands_compare(corpus, tmp_path):
     by_recipe += ["--data", str(corpus), "--runs_dir", str(tmp_path / "trials"), *tiny]
     by_runs = [str(tmp_path / word) if word.startswith("runs/") else word for word in by_runs]
     for number, words in enumerate((by_recipe, by_runs)):
-        done = run_script(*words, "--out", tmp_path / str(number), columns=120)
+        done = run_script(*words, "--out", tmp_path / str(number), columns=120, timeout=400)
         assert done.returncode == 0, done.stdout
         if number == 0:  # a line of each run below the bar while it trains, and one that stays when it has ended
             shown = re.findall(r"\r(\w+-\w+-seed1): step \d+/25, loss [\d.]+, (?:validation [\d.]+, )?\d\d:\d\d left", done.stdout)
