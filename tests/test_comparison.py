@@ -201,6 +201,10 @@ def test_every_value_at_any_depth_is_found_to_differ(make):
     of_start = {
         "created",
         "command",
+        "folder",
+        "flags",
+        "last_json",
+        "profile",
         "resume",
         "quiet",
         "hang_timeout",

@@ -472,7 +472,7 @@ def with_recorded(argv: list[str]) -> tuple[list[str], str, dict[str, Any] | Non
         if names & {"run_name", "runs_dir"}:
             raise UsageError(f"--resume {flags.resume} names the run; leave out --run_name and --runs_dir")
         run = Path(flags.resume) if Path(flags.resume).name else Path.cwd()
-        if not run.is_dir():
+        if not (flags.resume and run.is_dir()):
             raise UsageError(f"--resume {flags.resume}: no such folder; give the folder of a run, such as runs/first")
         argv = [*argv, "--runs_dir", str(run.parent), "--run_name", run.name, "--resume"]
     elif flags.branch_from and not names & {"deepspeed_config", "recipe"}:

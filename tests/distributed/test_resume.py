@@ -570,11 +570,13 @@ def test_run_json_keeps_the_initial_weights_unless_the_run_starts_anew(tmp_path)
 
 
 def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
-    """And of each resume when, by which command and commit, and with which runs it was interleaved."""
+    """And of each resume when, by which command, flags and commit, and with which runs it was interleaved."""
     first, later, latest = (
         {
             "created": f"day {day}",
             "command": ["pretrain.py", str(day)],
+            "folder": f"/job/{day}",
+            "flags": {"steps": day},
             "interleaved": None if day == 2 else f"group-{day}",
             "commit": str(day),
         }
