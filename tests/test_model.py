@@ -13,7 +13,7 @@ from model.accounting import flops_per_token, model_tensors, parameter_count, pe
 from model.gpt import GPT, MLPS, NORMS, POSITIONS, run_all_blocks, weight_decay_groups
 from model.hf import hf_config, hf_tensors, to_hf_state_dict
 from model.layout import rotation_at
-from model.presets import CHOICES, PRESETS, GPTConfig, ModelShape
+from model.presets import CHOICES, PRESETS, GPTConfig, ModelShape, shape_of
 from tests.helpers import config_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -309,12 +309,14 @@ def test_weight_decay_spares_biases_and_norms_and_takes_each_parameter_once():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_size_of_their_name_and_values_that_fit_together(name):
-    published = {  # in millions, with 50,257 tokens; nano and micro with our 8,192
+    published = {  # in millions, with their own vocabulary; nano and micro with our 8,192
         "nano": 5.29, "micro": 13.9, "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6,
         "gpt3-1.3b": 1316, "gpt3-2.7b": 2652, "gpt3-6.7b": 6658, "gpt3-13b": 12853,
+        "llama-7b": 6738, "llama3-8b": 8030, "qwen3-8b": 8191, "qwen3-0.6b": 596,
     }  # fmt: skip
     preset = PRESETS[name]
-    config = GPTConfig(**vars(preset.shape), vocab_size=50257 if name.startswith("gpt") else 8192)
+    shape = shape_of(preset.shape, preset.architecture, preset.published)
+    config = GPTConfig(**vars(shape), vocab_size=8192 if name in ("nano", "micro") else preset.vocab_size)
     count = parameter_count(config)
     assert abs(count / 1e6 / published[name] - 1) < 0.001
     with torch.device("meta"):

@@ -106,7 +106,7 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
 def _overlap(run: RunConfig, sent: int) -> tuple[float, float]:
     """The share of the bytes sent that overlaps with arithmetic, and the share of the step's arithmetic during which it can."""
     rank = RankSizes(run, run.model_config, "cuda", 0)
-    if rank.stage == 0 or not rank.zero["overlap_comm"] or not sent:
+    if rank.stage == 0 or rank.has_bf16_optimizer or not rank.zero["overlap_comm"] or not sent:
         return 0.0, 0.0
     if rank.stage == 3:
         return 1.0, 1.0

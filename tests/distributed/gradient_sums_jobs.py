@@ -35,14 +35,13 @@ def errors_of_sums(flags: list[str], counts: list[int], most_groups: int) -> dic
     loader = config.training_loader(end.engine.collectives)
     sums: dict[tuple[int, str], Any] = {(count, kind): None for count in counts for kind in ("bf16", "fp32")}
     squares: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
-    mean, mean_square, most = torch.zeros(sum(p.numel() for p in model.parameters())), 0.0, max(counts)
+    mean_square, most = 0.0, max(counts)
     for number, tokens in enumerate(loader.micro_batches(config.steps * config.global_batch_size, 1, most), 1):
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # bf16
         model.zero_grad()
         wide = gradient.float()
-        mean += wide / most
-        mean_square += float(wide.square().sum(dtype=torch.float64)) / most
+        mean_square += float(torch.linalg.vector_norm(wide)) ** 2 / most
         for count in (count for count in counts if number <= most_groups * count):
             for kind, one in (("bf16", gradient), ("fp32", wide)):
                 sums[count, kind] = one.clone() if sums[count, kind] is None else sums[count, kind].add_(one)
@@ -50,7 +49,7 @@ def errors_of_sums(flags: list[str], counts: list[int], most_groups: int) -> dic
                 rounded, exact = sums[count, "bf16"].double(), sums[count, "fp32"].double()
                 squares[count].append((float((rounded - exact).square().sum()), float(exact.square().sum())))
                 sums[count, "bf16"] = sums[count, "fp32"] = None
-    variance = (mean_square - float(mean.square().sum(dtype=torch.float64))) * most / (most - 1)
+    variance = (mean_square - squares[most][0][1] / most**2) * most / (most - 1)
     found = {}
     for count, groups in squares.items():
         error = sum(error for error, _ in groups) / len(groups)
