@@ -140,8 +140,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 for batch in loader.micro_batches(state["samples"], work.micro_batch_size, work.accumulation):
                     batch = techniques.on_batch(batch)
                     observer.on_batch(batch)
-                    step_loss = engine.backward_and_step(engine.loss(batch), work.accumulation)
-                mean_loss, stop_signal = meter.reduce_loss_and_signal(step_loss, stop.poll())
+                    loss_so_far = engine.backward_and_step(engine.loss(batch), work.accumulation)
+                mean_loss, stop_signal = meter.reduce_loss_and_signal(loss_so_far, stop.poll())
                 metrics = dict(**meter.end_step(work), **techniques.metrics())  # no name may occur twice
                 observer.after_step(step)
 

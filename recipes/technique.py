@@ -74,14 +74,14 @@ class StepWork(NamedTuple):
         accumulation: micro-batches of the step.
         seq_len: tokens of a row.
         rows_per_sequence: number of rows that each sequence is cut into.
-        effective_blocks: how many whole blocks have the FLOPs of the blocks that run; None if no technique skips any.
+        equivalent_blocks: how many whole blocks have the FLOPs of the blocks that run; None if no technique skips any.
     """
 
     micro_batch_size: int
     accumulation: int
     seq_len: int
     rows_per_sequence: int = 1
-    effective_blocks: float | None = None
+    equivalent_blocks: float | None = None
 
     @property
     def sequences(self) -> int:

@@ -140,7 +140,7 @@ def test_a_model_of_two_blocks_drops_nothing_and_says_so():
     config, _ = resolve(flags(shape=("--n_layer", "2")))
     assert "random_ltd: no token is dropped" in config.notes[-1]
     (member,) = make_techniques(config).members
-    assert member.on_step(1, whole_step(config)).effective_blocks == 2
+    assert member.on_step(1, whole_step(config)).equivalent_blocks == 2
     assert member.metrics() == {"reserved_length": 64, "kept_blocks": 2}
 
 
@@ -154,7 +154,7 @@ def test_kept_blocks_are_the_flops_that_were_done():
     """By the arithmetic of model.accounting: blocks that run on a row of 64 tokens beside blocks that run on 128."""
     run = technique(shape=("--n_layer", "6"))
     config = GPTConfig(6, 4, 256, 128, vocab_size=8192)
-    kept_blocks = run.on_step(1, StepWork(8, 1, 128)).effective_blocks
+    kept_blocks = run.on_step(1, StepWork(8, 1, 128)).equivalent_blocks
     metrics = run.metrics()
     assert metrics["reserved_length"] == 64
 

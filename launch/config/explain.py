@@ -195,7 +195,7 @@ def over_the_run_of(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str,
     rate = learning_rate(config)
     stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
     for steps in steps_of_run(config, techniques, stride):
-        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.effective_blocks)
+        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.equivalent_blocks)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these

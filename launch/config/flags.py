@@ -155,7 +155,7 @@ class Value(NamedTuple):
         flag: the arguments of `add_argument`.
         origin: where it comes from without a flag, for `--explain`; the flags fill in `{preset}`.
         local: it is of one host, such as a path: hosts may differ in it, and it is not published.
-        same_steps: those of its values that make the same steps; a branch of a run may have another one of them only.
+        interchangeable: values that make the same steps, of which a branch may have another; empty: it may have any.
     """
 
     kind: str
@@ -163,7 +163,7 @@ class Value(NamedTuple):
     flag: dict[str, Any]
     origin: str
     local: bool
-    same_steps: tuple[str, ...]
+    interchangeable: tuple[str, ...]
 
 
 def value(
@@ -171,11 +171,11 @@ def value(
     kind: str = TRAINING,
     origin: str = "default",
     local: bool = False,
-    same_steps: tuple[str, ...] = (),
+    interchangeable: tuple[str, ...] = (),
     **flag: Any,
 ) -> Any:
     """Declare a field of `RunValues`; see `Value`."""
-    return field(metadata={"value": Value(kind, group, flag, origin, local, same_steps)})
+    return field(metadata={"value": Value(kind, group, flag, origin, local, interchangeable)})
 
 
 _positive, _natural, _size = whole_number(1), whole_number(0), whole_number(1, 100_000)
@@ -280,7 +280,7 @@ class RunValues:
     )
     spike_rule: str = value(
         RUN,
-        same_steps=("off", "log"),
+        interchangeable=("off", "log"),
         choices=("off", "log", "skip", "rewind"),
         default="off",
         help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "

@@ -93,7 +93,7 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
         checkpoints: the number of segments of blocks that are recomputed from their inputs; `model.n_layer` for every block by itself, 0
             for no activation checkpointing.
     """
-    rank = RankSizes(run, model, device, checkpoints)
+    rank = MemoryInputs(run, model, device, checkpoints)
     found: dict[str, dict[str, int]] = {moment: {} for moment in MOMENTS if checkpoints or moment != "recompute"}
     for part, size, during in (term for terms in TERMS for term in terms(rank)):
         for moment, parts in found.items():
@@ -107,7 +107,7 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
 
 
 @dataclass(frozen=True)
-class RankSizes:
+class MemoryInputs:
     """What the terms are computed from. w: bytes of the working precision. tokens: of a micro-batch. unit: bytes of (B, T, C)."""
 
     run: RunConfig
@@ -212,7 +212,7 @@ def parameter_sizes(model: GPTConfig, own_group: Collection[str] = ()) -> list[l
 # --- model states ----------------------------------------------------------------------------------------------------------------------
 
 
-def _model_states(rank: RankSizes) -> Iterator[Term]:
+def _model_states(rank: MemoryInputs) -> Iterator[Term]:
     run, stage, w, whole = rank.run, rank.stage, rank.w, rank.sum_width * sum(rank.flat)
     owned, accumulates = sum(rank.owned), run.gradient_accumulation_steps > 1
     weights = w * owned * (run.ranks if stage in (1, 2) else 1)
@@ -242,7 +242,7 @@ def _model_states(rank: RankSizes) -> Iterator[Term]:
     yield Term("optimizer_states", round(FP32 * per_parameter * owned))
 
 
-def _update(rank: RankSizes) -> Iterator[Term]:
+def _update(rank: MemoryInputs) -> Iterator[Term]:
     w, halves = rank.w, rank.run.precision != "fp32"
     if rank.offloads_optimizer:
         size = 0
@@ -263,7 +263,7 @@ def second_group(zero: dict[str, Any], ranks: int) -> int:
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
 
-def _largest_share(rank: RankSizes) -> int:
+def _largest_share(rank: MemoryInputs) -> int:
     """Elements of all parameters that overlap a rank's partitions, for the rank with the most."""
     ranks = rank.run.ranks
     shares = [0] * ranks
@@ -276,7 +276,7 @@ def _largest_share(rank: RankSizes) -> int:
     return max(shares)
 
 
-def _elsewhere(rank: RankSizes) -> Iterator[Term]:
+def _elsewhere(rank: MemoryInputs) -> Iterator[Term]:
     """What is in host memory and on NVMe: offloaded states with their buffers, checkpointed activations, the copy for a checkpoint."""
     w, zero, size = rank.w, rank.zero, {part: size for part, size, _ in _model_states(rank)}
     states = size["master_weights"] + size["optimizer_states"]
@@ -312,7 +312,7 @@ def _elsewhere(rank: RankSizes) -> Iterator[Term]:
 # --- activations -----------------------------------------------------------------------------------------------------------------------
 
 
-def _activations(rank: RankSizes) -> Iterator[Term]:
+def _activations(rank: MemoryInputs) -> Iterator[Term]:
     """The embedding, the blocks and the last norm. A checkpointed segment of blocks keeps only its input."""
     model, block = rank.model, _block_activations(rank)
     # If attention stays within documents: B T^2 elements, shared by all blocks until the end of their backward pass.
@@ -332,13 +332,13 @@ def _activations(rank: RankSizes) -> Iterator[Term]:
     yield Term("activations", block + mask + in_flight, ("backward",))
 
 
-def _checkpoints_on_host(rank: RankSizes) -> int:
+def _checkpoints_on_host(rank: MemoryInputs) -> int:
     """Bytes of the inputs of checkpointed segments that are not on the device."""
     inputs = rank.unit * rank.checkpoints
     return inputs - rank.replaced.get("checkpoints", inputs)
 
 
-def _block_activations(rank: RankSizes) -> int:
+def _block_activations(rank: MemoryInputs) -> int:
     """Bytes that one block saves for its backward pass, without its input. GPT-2: 16 B T C elements, and a few numbers per token.
 
     The 16 are: 1 output of the first norm, 3 queries, keys and values, 1 output of attention, 1 residual stream between the branches, 1
@@ -376,7 +376,7 @@ def _block_activations(rank: RankSizes) -> int:
     return size
 
 
-def _loss_head(rank: RankSizes) -> Iterator[Term]:
+def _loss_head(rank: MemoryInputs) -> Iterator[Term]:
     """Logits and softmax of B T tokens, `LOSS_ROWS` rows in fp32 at a time: the larger of the forward and the backward pass.
 
     The forward pass needs most at its last rows: all logits in the working precision, all log-probabilities in fp32, and an fp32 copy of
@@ -393,7 +393,7 @@ def _loss_head(rank: RankSizes) -> Iterator[Term]:
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def _buffers(rank: RankSizes) -> Iterator[Term]:
+def _buffers(rank: MemoryInputs) -> Iterator[Term]:
     """The reduction buckets, the gathered weights, and the copy that a reduction sends.
 
     A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients.
@@ -419,7 +419,7 @@ def _buffers(rank: RankSizes) -> Iterator[Term]:
         yield Term("buffers", w * (live + min(int(rank.zero["stage3_prefetch_bucket_size"]), live)), ("forward", "recompute", "backward"))
 
 
-def gathered_weights(rank: RankSizes) -> tuple[int, int]:
+def gathered_weights(rank: MemoryInputs) -> tuple[int, int]:
     """Stage 3: elements that are gathered in a forward and backward pass, and elements that are gathered at the same time; upper bounds.
 
     A weight stays gathered if it is used again within `stage3_max_reuse_distance` elements, so half of that distance stays from the forward
@@ -438,7 +438,7 @@ def gathered_weights(rank: RankSizes) -> tuple[int, int]:
 
 
 #: The functions that yield the terms of a rank.
-TERMS: tuple[Callable[[RankSizes], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
+TERMS: tuple[Callable[[MemoryInputs], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
 
 
 # --- bytes sent --------------------------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
     up to 8,000 of them, are not.
     """
-    rank = RankSizes(run, model, "cuda", 0)
+    rank = MemoryInputs(run, model, "cuda", 0)
     stage, zero, w, ranks, share = rank.stage, rank.zero, rank.w, run.ranks, (run.ranks - 1) / run.ranks
     whole, padded = sum(rank.flat), ranks * sum(rank.owned)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM

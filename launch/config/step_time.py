@@ -19,7 +19,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.config.memory import RankSizes
+from launch.config.memory import MemoryInputs
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
 from model.accounting import block_flops_per_token, device_named, flops_per_token, parameter_count, peak_flops
@@ -105,7 +105,7 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
 
 def _overlap(run: RunConfig, sent: int) -> tuple[float, float]:
     """The share of the bytes sent that overlaps with arithmetic, and the share of the step's arithmetic during which it can."""
-    rank = RankSizes(run, run.model_config, "cuda", 0)
+    rank = MemoryInputs(run, run.model_config, "cuda", 0)
     if rank.stage == 0 or rank.has_bf16_optimizer or not rank.zero["overlap_comm"] or not sent:
         return 0.0, 0.0
     if rank.stage == 3:

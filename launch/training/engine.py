@@ -51,7 +51,7 @@ class TrainingEngine:
         ds_engine: DeepSpeed's engine.
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
-        step_loss: the mean loss of the step's micro-batches so far, on this rank.
+        loss_so_far: the mean loss of the step's micro-batches so far, on this rank.
         on_phase: called with the name of each phase when it begins, e.g. "forward pass".
     """
 
@@ -61,7 +61,7 @@ class TrainingEngine:
     collectives: Collectives
     techniques: Technique
     loss_scale: float = 1.0
-    step_loss: torch.Tensor | float = 0.0
+    loss_so_far: torch.Tensor | float = 0.0
     on_phase: Callable[[str], None] = lambda phase: None
     _micro_step: int = 0
 
@@ -89,14 +89,14 @@ class TrainingEngine:
 
         A technique may make a step of another number of micro-batches than DeepSpeed's JSON has.
 
-        Returns `step_loss`.
+        Returns `loss_so_far`.
 
         Raises:
             TrainingFailed: the gradients overflow in fp16 at the minimum loss scale or at a fixed one, or are not finite in bf16 or fp32.
                 It is raised on all ranks, and the weights are not changed.
         """
         configured = self.config.gradient_accumulation_steps
-        self.step_loss = loss.detach() / accumulation + (self.step_loss if self._micro_step else 0.0)
+        self.loss_so_far = loss.detach() / accumulation + (self.loss_so_far if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
         self.on_phase(BACKWARD)
         self.ds_engine.set_gradient_accumulation_boundary(self._micro_step == 0)
@@ -118,7 +118,7 @@ class TrainingEngine:
                 raise
             self.ds_engine.global_steps, self.ds_engine.skipped_steps = counters  # a checkpoint is then of the previous step
             self._fail(counters[0] + 1)
-        return self.step_loss
+        return self.loss_so_far
 
     def skip_updates_if(self, condition: Callable[[], bool]) -> None:
         """From now on, make no update for which `condition` is true. At stages 1 to 3 it is asked for each group of parameters.
@@ -144,7 +144,7 @@ class TrainingEngine:
 
     def _fail(self, step: int) -> NoReturn:
         """Raise TrainingFailed with what is not finite, on which ranks, and what to change. All ranks call this together."""
-        losses: list[float] = self.collectives.gather(float(self.step_loss))
+        losses: list[float] = self.collectives.gather(float(self.loss_so_far))
         bad = [f"{loss:g} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
             what = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")

@@ -73,9 +73,9 @@ class Meter:
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
         model = self.engine.config.model_config
-        per_token = flops_per_token(model, work.seq_len, work.effective_blocks)
+        per_token = flops_per_token(model, work.seq_len, work.equivalent_blocks)
         metrics["flops"] = per_token * work.tokens * self.collectives.world_size
-        if work.effective_blocks is not None:
+        if work.equivalent_blocks is not None:
             metrics["skipped_flops"] = 1 - per_token / flops_per_token(model, work.seq_len)
         if self.peak_flops is not None:
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)

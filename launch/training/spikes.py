@@ -109,7 +109,7 @@ class SpikeRule(Observer):
     def _skips(self) -> bool:
         """Whether to skip the update of this step. All ranks call this together."""
         if self._loss is None:  # stages 1 to 3 ask for each group
-            own = torch.tensor([float(self._engine.step_loss)], dtype=torch.float64, device=self.collectives.device)
+            own = torch.tensor([float(self._engine.loss_so_far)], dtype=torch.float64, device=self.collectives.device)
             self._loss = float(self.collectives.all_reduce(own)) / self.collectives.world_size
             self._deviations = self._window.deviations(self._loss)
         return self._is_spike and self.rule != "log"

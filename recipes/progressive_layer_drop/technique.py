@@ -77,7 +77,7 @@ class ProgressiveLayerDrop(Technique):
         numbers = draws(self.seed, step, self.n_layer)
         self.keeps = [number < p for number, p in zip(numbers, self.probabilities, strict=True)]
         self.kept_blocks = float(sum(self.keeps))
-        return work._replace(effective_blocks=self.kept_blocks)
+        return work._replace(equivalent_blocks=self.kept_blocks)
 
     def prepare(self, model: GPT) -> None:
         model.block_runner = self.run_kept_blocks

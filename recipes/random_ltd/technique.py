@@ -175,7 +175,7 @@ class RandomLTD(Technique):
 
         flops, whole = (length * block_flops_per_token(self.shape, length) for length in (self.reserved, work.seq_len))
         self.kept_blocks = self.shape.n_layer - len(self.layers) * (1 - flops / whole)
-        return work._replace(effective_blocks=self.kept_blocks)
+        return work._replace(equivalent_blocks=self.kept_blocks)
 
     def prepare(self, model: GPT) -> None:
         model.block_runner = self.run_dropping_tokens

@@ -130,8 +130,8 @@ class DroppedBlock(Technique):
 class AuxiliaryLoss(Technique):
     """Trains 0.01 (log Z)^2 in addition, Z the normalizer of the softmax; reports the norm of the gradients."""
 
-    def attach(self, engine: Any, collectives: Any) -> None:
-        self.parameters, self.norm = list(engine.module.parameters()), 0.0
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
+        self.parameters, self.norm = list(ds_engine.module.parameters()), 0.0
 
     def token_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return 0.01 * logits.float().logsumexp(-1) ** 2
@@ -147,8 +147,8 @@ class AuxiliaryLoss(Technique):
 class DoubledGradients(Technique):
     """Multiplies every gradient by two."""
 
-    def attach(self, engine: Any, collectives: Any) -> None:
-        self.parameters = list(engine.module.parameters())
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
+        self.parameters = list(ds_engine.module.parameters())
 
     def on_gradients(self) -> None:
         for parameter in self.parameters:
@@ -261,22 +261,22 @@ class WatchedErrors(Technique):
     """The largest momentum and error among rows of embeddings that cannot have a gradient; the largest error of all, and weight."""
 
     def __init__(self, section: dict[str, Any], run: RunSettings):
-        self.length, self.engine = run.shape.seq_len, None
+        self.length, self.ds_engine = run.shape.seq_len, None
 
     def prepare(self, model: Any) -> None:
         self.model = model
 
-    def attach(self, engine: Any, collectives: Any) -> None:
-        self.engine = engine
+    def attach(self, ds_engine: Any, collectives: Any) -> None:
+        self.ds_engine = ds_engine
 
     def on_step(self, step: int, work: StepWork) -> StepWork:
         self.length = work.seq_len
         return work
 
     def metrics(self) -> dict[str, float]:
-        if self.engine is None:
+        if self.ds_engine is None:
             return {}
-        adam = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        adam = getattr(self.ds_engine.optimizer, "optimizer", self.ds_engine.optimizer)
         reduction, config = adam.reduction, self.model.config
         dead = {0: config.vocab_size * config.d_model, 1: self.length * config.d_model}
         found = {"dead_values": 0.0, "dead_errors": 0.0}

@@ -183,7 +183,7 @@ def test_rates_and_flops_are_those_of_all_ranks(monkeypatch):
     def measured(kept_blocks: float | None) -> dict[str, Any]:
         meter.start_step()
         ranks.bytes_sent += 10
-        return meter.end_step(StepWork(2, 4, 16, rows_per_sequence=2, effective_blocks=kept_blocks))
+        return meter.end_step(StepWork(2, 4, 16, rows_per_sequence=2, equivalent_blocks=kept_blocks))
 
     tokens = 3 * 8 * 2 * 16
     block, head = 6 * block_parameter_count(model) + 12 * 64 * 16, 6 * (1000 * 64 + 2 * 64)
