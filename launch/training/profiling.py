@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from launch.config.hardware import device_type
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
-from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
 from launch.training.ranks.distributed import Collectives
 
@@ -41,19 +41,20 @@ def profilers(config: RunConfig, done: int, collectives: Collectives, log: Calla
         return []
     folder = Path(config.runs_dir) / config.run_name / "profile"
     if what == "memory":
-        return [MemoryProfile(folder / f"memory-rank-{collectives.rank}.pickle", log)]
+        return [MemoryProfile(range(done + 1, done + 1 + MEMORY_STEPS), folder / f"memory-rank-{collectives.rank}.pickle", log)]
     steps = range(int(what), min(int(what) + int(rest[0]), config.steps_to_make + 1))
     if steps.start <= done:
         raise UsageError(f"--profile {config.profile}: this start begins after step {done:,}; give a later step")
-    file = folder / f"from-step-{steps.start}-rank-{collectives.rank}.json.gz"
-    return [StepProfile(steps, file, collectives.device.type == "cuda", log)]
+    return [StepProfile(steps, folder / f"from-step-{steps.start}-rank-{collectives.rank}.json.gz", log)]
 
 
 class Profile(Observer):
-    """Base: ends once, after its last step or with the run, also if that fails."""
+    """Base: observes `steps`, or those of them that the run makes before it ends or fails, and writes `file`."""
 
-    def __init__(self, file: Path, log: Callable[[str], None]):
-        self.file, self.log, self.has_ended = file, log, False
+    def __init__(self, steps: range, file: Path, log: Callable[[str], None]):
+        self.steps, self.file, self.log = steps, file, log
+        self.last, self.has_ended = 0, False
+        self._step, self._phase = ExitStack(), ExitStack()  # spans of the trace
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -62,60 +63,66 @@ class Profile(Observer):
         finally:
             self.end()
 
-    def end(self) -> None:
-        if not self.has_ended:
-            self.has_ended = True
-            self.file.parent.mkdir(exist_ok=True)
-            self.write()
-
-    def write(self) -> None:
-        """Stop, and write the file."""
-        raise NotImplementedError
-
-
-class StepProfile(Profile):
-    """Traces `steps` by torch.profiler, with a span for each step and for each phase in it."""
-
-    def __init__(self, steps: range, file: Path, on_cuda: bool, log: Callable[[str], None]):
-        super().__init__(file, log)
-        self.steps = steps
-        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda])
-        self._last = 0
-        self._spans: list[record_function] = []  # of the step, and of its phase
-
     def on_step(self, step: int) -> None:
         if step in self.steps and not self.has_ended:
-            if not self._last:
-                self._profile.start()
-            self._last = step
-            self._begin(f"step {step}")
+            if not self.last:
+                self.begin()
+            self.last = step
+            self._phase.close()  # of an evaluation
+            self._step.enter_context(record_function(f"step {step}"))
 
     def on_phase(self, phase: str) -> None:
-        if self._spans:
-            self._close(1)
-            self._begin(phase)
+        if self.last and not self.has_ended:
+            self._phase.close()
+            self._phase.enter_context(record_function(phase))
 
     def after_step(self, step: int) -> None:
-        self._close(0)
+        self._phase.close()
+        self._step.close()
         if step == self.steps[-1]:
             self.end()
 
-    def _begin(self, name: str) -> None:
-        self._spans.append(record_function(name))
-        self._spans[-1].__enter__()
+    def end(self) -> None:
+        if self.last and not self.has_ended:
+            self.has_ended = True
+            self._phase.close()
+            self._step.close()
+            self.file.parent.mkdir(exist_ok=True)
+            self.write()
 
-    def _close(self, above: int) -> None:
-        while len(self._spans) > above:
-            self._spans.pop().__exit__(None, None, None)
+    def begin(self) -> None:
+        """Called before the first step."""
 
     def write(self) -> None:
-        self._close(0)
-        if self._last:
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(self.file))
-            self.log(f"profile of steps {self.steps.start} to {self._last}: {self.file}, for https://ui.perfetto.dev")
-            for line in table(list(self._profile.key_averages())):
-                self.log(line)
+        """Stop, and write the file."""
+
+
+class StepProfile(Profile):
+    """A trace by torch.profiler, with a span for each step and for each phase."""
+
+    def begin(self) -> None:
+        on_cuda = device_type() == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda])
+        self._profile.start()
+
+    def write(self) -> None:
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self.file))
+        self.log(f"profile of steps {self.steps.start} to {self.last}: {self.file}, for https://ui.perfetto.dev")
+        for line in table(list(self._profile.key_averages())):
+            self.log(line)
+
+
+class MemoryProfile(Profile):
+    """The allocations of the steps, with their call stacks."""
+
+    def begin(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+
+    def write(self) -> None:
+        torch.cuda.memory._dump_snapshot(str(self.file))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.log(f"memory of steps {self.steps.start} to {self.last}: {self.file}, for https://pytorch.org/memory_viz")
 
 
 def table(events: list[Any]) -> Iterator[str]:
@@ -127,24 +134,3 @@ def table(events: list[Any]) -> Iterator[str]:
             for entry in sorted(entries, key=lambda entry: -getattr(entry, time))[:LARGEST]:
                 spent = getattr(entry, time)  # microseconds
                 yield f"  {spent / 1000:9,.2f} ms  {spent / total:6.1%}  {entry.count:8,}  {entry.key[:80]}"
-
-
-class MemoryProfile(Profile):
-    """Records the allocations of the first `MEMORY_STEPS` steps of this start, with their call stacks."""
-
-    def __init__(self, file: Path, log: Callable[[str], None]):
-        super().__init__(file, log)
-        self._steps = 0
-
-    def start(self, engine: TrainingEngine) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-
-    def after_step(self, step: int) -> None:
-        self._steps += 1
-        if self._steps == MEMORY_STEPS:
-            self.end()
-
-    def write(self) -> None:
-        torch.cuda.memory._dump_snapshot(str(self.file))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        self.log(f"memory of the first {self._steps} steps of this start: {self.file}, for https://pytorch.org/memory_viz")
