@@ -77,8 +77,7 @@ def run_experiments(
             pairs.append(_paired_trials(recipe, testbed, passed_on, flags))
         except CannotRun as reason:
             leave_out(recipe, reason)
-    untuned = [line for pair in pairs for line in _untuned(pair, flags)]
-    for line in untuned:
+    for line in (untuned := [line for pair in pairs for line in _untuned(pair, flags)]):
         print_once(line)
     if not pairs:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
@@ -211,7 +210,6 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
     failures: dict[str, str] = {}
     steps = sum(trial.config.steps_to_make for trial in trials)
     done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
-    later = (total - there - len(trials)) * steps / len(trials)
     start, made, ended = time.monotonic(), 0, there
     with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: on a terminal
 
@@ -230,7 +228,8 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
                 shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
             if not flags.quiet and has_ended(runs_dir / name):
                 loss = mean(LOSS, [value for key, value in read_run(runs_dir / name).measures.items() if key == LOSS])
-                left = tqdm.format_interval((time.monotonic() - start) / max(1, made) * max(0, steps - done - made + later))
+                step_seconds = (time.monotonic() - start) / max(1, made)
+                left = tqdm.format_interval(step_seconds * max(0, steps * (total - there) / len(trials) - done - made))
                 with bar.external_write_mode():
                     print_once(printable_line(f"run {ended} of {total}: {labels[name]}: loss {loss}; about {left} left"))
 
