@@ -108,8 +108,6 @@ TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "para
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
 PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
 PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "sweep", "grid", "extend", "deepspeed_config", "out", "force", "quiet"}
-#: The files of a report, and of a sweep.
-WRITTEN = {"report.html", "report.json", "loss.png", "tuning.json", "tuning.png", "best.sh"}
 
 
 def main() -> int:
@@ -211,7 +209,7 @@ def _check_out(out: str | None) -> None:
     if out is None:
         return
     check_writable(folder := Path(out), "--out")
-    if folder.is_dir() and {path.name for path in folder.iterdir()} - WRITTEN and not (folder / "report.json").exists():
+    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in ("report.json", "best.sh")):
         raise UsageError(f"--out {out}: is not empty, and holds no report to replace; give another folder")
 
 

@@ -135,8 +135,8 @@ class Recipe:
     @property
     def changes_optimization(self) -> bool:
         """Whether its best settings may differ from the control's: an experiment has a sweep, or the optimizer or the schedule differs."""
-        swept = any(one.sweep for one in self.experiments.values())
-        return swept or any(key.startswith(("optimizer", "scheduler")) for key in self.differs)
+        swept = [name for name, one in self.experiments.items() if one.sweep]
+        return bool(swept or [key for key in self.differs if key.startswith(("optimizer", "scheduler"))])
 
 
 def read_recipe(folder: str | Path) -> Recipe:

@@ -95,11 +95,11 @@ def test_the_checks_of_the_page_pass_with_the_recipe_in(indexed, run):
         assert " passed" in run(command).stdout
 
 
-def test_its_code_is_formatted(indexed, run):
+def test_its_code_is_formatted(run):
     run(f"ruff check recipes/{NAME} && ruff format --check recipes/{NAME}")
 
 
-def test_it_can_be_explained(indexed, run, corpus):
+def test_it_can_be_explained(run, corpus):
     (command,) = (command for command in commands("python launch/pretrain.py") if "--explain" in command)
     page = run(f"{command} --data {corpus}").stdout
     assert f"Over the run ({NAME})" in page
@@ -108,14 +108,14 @@ def test_it_can_be_explained(indexed, run, corpus):
     assert head > 1.5 * plain_head, "the plan counts the logits that token_losses needs"
 
 
-def test_a_key_that_is_left_out_has_its_default(indexed, run, corpus):
+def test_a_key_that_is_left_out_has_its_default(run, corpus):
     page = run(
         f"python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --set {NAME}.enabled=true --explain --data {corpus}"
     ).stdout
     assert re.search(rf"{NAME}\.coefficient +0\.0001 +the default of {NAME}", page)
 
 
-def test_a_mistake_in_its_section_is_one_line(indexed, run, corpus):
+def test_a_mistake_in_its_section_is_one_line(run, corpus):
     done = run(f"python launch/pretrain.py --recipe recipes/{NAME} --data {corpus} --set {NAME}.coefficient=0", code=2)
     assert f"{NAME}.coefficient is 0; write a number above 0" in done.stderr
     assert done.stderr.count("\n") == 1

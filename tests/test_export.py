@@ -565,7 +565,9 @@ def all_tokenizers(corpus: Path) -> dict[str, Tokenizer]:
     }
 
 
-@pytest.mark.parametrize("name", ["bpe", "bytes", "gpt2", "cl100k", "characters"])
+@pytest.mark.parametrize(
+    "name", ["bpe", "gpt2", "characters", *(pytest.param(name, marks=pytest.mark.long) for name in ("bytes", "cl100k"))]
+)
 def test_auto_tokenizer_gives_the_ids_of_the_corpus(name, corpus, tmp_path):
     from transformers import AutoTokenizer
 

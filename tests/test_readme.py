@@ -18,9 +18,11 @@ import pytest
 
 from benchmarks.__main__ import benchmarks
 from data_pipeline.tokenizer import train_tokenizer
-from launch.compare import build_parser
+from launch.compare import _check_sources, _passed_on, build_parser
 from launch.comparison.interleaved import free_port
+from launch.comparison.sweep import own_arms
 from launch.comparison.trials import pair_trials
+from launch.config.flags import given
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
 from launch.trained_model.hf_export import write_tokenizer
@@ -46,7 +48,7 @@ RUN_BY = {
     "sbatch ": "test_training_commands_are_explained, tests/distributed/test_slurm.py",
     "python launch/plan.py ": "test_commands_that_start_nothing_run_as_they_stand",
     "python launch/pretrain.py ": "test_commands_that_start_nothing_run_as_they_stand",
-    "python launch/compare.py ": "test_comparing_commands_compare, test_experiments_on_testbeds_have_their_runs",
+    "python launch/compare.py ": "test_comparing_commands_compare, test_experiments_on_testbeds_have_their_runs, test_sweeps_are_resolved",
     "python launch/generate.py ": "tests/test_generate.py",
     "python launch/score.py ": "tests/test_generate.py",
     "python launch/export.py ": "tests/test_score.py",
@@ -115,7 +117,7 @@ def test_commands_that_start_nothing_run_as_they_stand(command):
 @pytest.mark.long
 def test_comparing_commands_compare(corpus, tmp_path):
     """On runs with the names that the page gives them, and with a recipe, trained for seconds only."""
-    by_recipe, by_runs = (shlex.split(line)[1:] for line in COMPARING if "--preset" in line or "runs/" in line)
+    by_recipe, by_runs = (shlex.split(line)[1:] for line in COMPARING if "--sweep" not in line and ("--preset" in line or "runs/" in line))
     for words in (shlex.split(line) for line in SMALL if "--resume" not in line):
         name = words[words.index("--run_name") + 1]
         flags = words[words.index("launch/pretrain.py") + 1 : words.index("--run_name")]
@@ -134,7 +136,20 @@ def test_comparing_commands_compare(corpus, tmp_path):
         assert {path.name for path in (tmp_path / str(number)).iterdir()} == {"report.html", "report.json", "loss.png"}
 
 
-@pytest.mark.parametrize("command", [line for line in COMPARING if "--preset" not in line and "runs/" not in line])
+@pytest.mark.parametrize("command", [line for line in COMPARING if "--sweep" in line])
+def test_sweeps_are_resolved(command, corpus):
+    """They take hours, so their first trials are only resolved; tests/distributed/test_sweeps.py trains such ones."""
+    words = [*shlex.split(command)[2:], "--data", str(corpus)]
+    flags, given_names = build_parser().parse(words), given(build_parser(), words)
+    _check_sources(flags, given_names)
+    arms, pairs = own_arms(flags, _passed_on(flags, given_names))
+    assert len(arms) == 1 + len(flags.recipe) and len(pairs) == len(flags.recipe)
+    assert [next(points for points in arm.rounds() if points)[0]["lr"] for arm in arms] == [float(flags.sweep[0][3:].split(",")[0])] * len(
+        arms
+    )
+
+
+@pytest.mark.parametrize("command", [line for line in COMPARING if not re.search("--preset|--sweep|runs/", line)])
 def test_experiments_on_testbeds_have_their_runs(command, corpus):
     """These take hours, so their runs are only resolved: recipe and control on each testbed, or the sweep's testbed."""
     flags = build_parser().parse(shlex.split(command)[2:])

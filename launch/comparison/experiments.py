@@ -81,8 +81,7 @@ def run_experiments(
             pairs.append(_paired_trials(recipe, testbed, passed_on, flags))
         except CannotRun as reason:
             leave_out(recipe, reason)
-    untuned = [line for pair in pairs for line in _untuned(pair, flags)]
-    for line in untuned:
+    for line in (untuned := [line for pair in pairs for line in _untuned(pair, flags)]):
         print_once(line)
     if not pairs:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
@@ -215,7 +214,6 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
     failures: dict[str, str] = {}
     steps = sum(trial.config.steps_to_make for trial in trials)
     done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
-    later = (total - there - len(trials)) * steps / len(trials)
     start, made, ended = time.monotonic(), 0, there
     width = None if flags.quiet else bar_options()
     with tqdm(total=steps, initial=done, unit="step", disable=width is None, **(width or {})) as bar:
@@ -248,7 +246,8 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
                 shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
             if not flags.quiet:
                 how = "failed" if code else progress(read_log(runs_dir / name)).rpartition(", ")[0]
-                left = tqdm.format_interval((time.monotonic() - start) / max(1, made) * max(0, steps - done - made + later))
+                step_seconds = (time.monotonic() - start) / max(1, made)
+                left = tqdm.format_interval(step_seconds * max(0, steps * (total - there) / len(trials) - done - made))
                 bar.write(printable_line(f"run {ended} of {total}: {labels[name]}: {how}; about {left} left"))
 
         try:

@@ -185,6 +185,12 @@ def sweep(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
         UsageError: a flag or a value is wrong, or the losses of two points could not be compared; nothing is trained.
         TrainingFailed: a run did not finish, other than by diverging.
     """
+    arms, pairs = own_arms(flags, passed_on)
+    return Swept("sweep", arms, _train(arms, flags), {"flags": [*passed_on]}, pairs)
+
+
+def own_arms(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[list[Arm], list[tuple[Recipe, Arm, Arm]]]:
+    """The sweep of each side at a setting of the user, and which are compared. Raises UsageError as `sweep`."""
     values, ranks = read_sweep(flags.sweep), ranks_of(None, None, flags)
     if twice := sorted(values.keys() & {*(word[2:] for word in passed_on), *(one.partition("=")[0] for one in flags.overrides)}):
         raise UsageError(f"{twice[0]} is swept and given too; leave out one of the two")
@@ -202,8 +208,7 @@ def sweep(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
         return arms.setdefault(arm.trials(arm.start)[0].name, arm)
 
     def sides(recipe: Recipe) -> tuple[Recipe, Arm, Arm]:
-        techniques = only_in_recipe(recipe)
-        shared = {key: one for key, one in values.items() if key.partition(".")[0] not in techniques}
+        shared = {key: one for key, one in values.items() if key.partition(".")[0] not in only_in_recipe(recipe)}
         control = add(Path(recipe.control).stem, lambda words: pair_trials(recipe, words, seeds, ranks).control, shared)
         return recipe, control, add(recipe.name, lambda words: pair_trials(recipe, words, seeds, ranks).own, values)
 
@@ -211,8 +216,7 @@ def sweep(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
     if not pairs:
         config = str(Path(flags.deepspeed_config or ROOT / CONTROL).absolute())
         add(Path(config).stem, lambda words: [make_trial(config, [*words, "--seed", str(seed)], ranks) for seed in seeds], values)
-    about = {"flags": [*passed_on], "ranks": ranks, "seeds": [*seeds]}
-    return Swept("sweep", [*arms.values()], _train([*arms.values()], flags), about, pairs)
+    return [*arms.values()], pairs
 
 
 def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
@@ -336,6 +340,6 @@ def _words(point: Flags) -> str:
 
 def _command(trial: Trial, run_name: str) -> str:
     """The command of a user that trains a trial as it was trained."""
-    launcher = ["python"] if trial.config.ranks == 1 else ["deepspeed", "--num_gpus", str(trial.config.ranks)]
-    words = [*launcher, "launch/pretrain.py", *without(trial.flags, "--save_every"), "--run_name", run_name]
-    return shlex.join(words).replace(f"{ROOT}/", "")
+    launcher = "python" if trial.config.ranks == 1 else f"deepspeed --num_gpus {trial.config.ranks}"
+    words = shlex.join([*without(trial.flags, "--save_every"), "--run_name", run_name]).replace(f"{ROOT}/", "")
+    return f"{launcher} launch/pretrain.py {words}"

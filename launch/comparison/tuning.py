@@ -78,8 +78,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
             _draw_panel(axes, flag, found[name]["arms"])
         for axes in every[len(panels) :]:
             axes.set_axis_off()
-        note = "★ chosen; one run per point, with a seed that no verdict uses; higher losses are above the frame"
-        picture.supxlabel(note if across > 1 else note.replace("uses; ", "uses;\n"), fontsize=9)
+        picture.supxlabel("★ chosen; higher losses are above the frame", fontsize=9)
         picture.savefig(file, metadata={"Software": None})
 
 

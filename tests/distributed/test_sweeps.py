@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from launch.comparison import sweep, tuning
+from launch.comparison.interleaved import free_port
 from launch.comparison.sweep import Arm, Swept, read_sweep
 from launch.comparison.trials import make_trial, settings_on, tuned_by
 from launch.errors import UsageError
@@ -64,6 +65,7 @@ def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
     return argparse.Namespace(**given, quiet=False, keep_checkpoints=False, grid=False, extend=False)
 
 
+@pytest.mark.gate
 def test_a_sweep_of_a_testbed_chooses_the_lowest_loss(tiny, tmp_path, capfd):
     swept = sweep.tune(flags(tiny, tmp_path), [])
     found = swept.as_json()
@@ -119,7 +121,7 @@ def test_a_sweep_of_ones_own_model_goes_on_beyond_an_optimum_at_the_edge(corpus,
 @pytest.mark.long
 def test_a_sweep_of_two_sides_continues_after_a_kill_and_finds_what_single_runs_find(corpus, tmp_path):
     """On two ranks. Its command was killed in the second of six trials, with the whole process group."""
-    shape = [*own_flags(corpus)[:-2], "--preset", "nano", "--steps", "40", "--global_batch_size", "4", "--ranks", "2", "--eval_every", "20"]
+    shape = [*own_flags(corpus), "--n_layer", "2", "--steps", "40", "--global_batch_size", "4", "--ranks", "2"]
     words = [*shape, "--sweep", "lr=1e-3,2e-3,4e-3"]
     command = Command(tmp_path, "out", *words)
     command.wait_for_steps(10)
@@ -140,12 +142,19 @@ def test_a_sweep_of_two_sides_continues_after_a_kill_and_finds_what_single_runs_
     for name, best in zip(("zero1_bf16", Path(RECIPE).name), commands, strict=True):
         words = shlex.split(best)[:-2]
         assert words[:3] == ["deepspeed", "--num_gpus", "2"]
-        words = [f"{Path(sys.executable).parent}/deepspeed", "--master_port", "29876", *words[1:], "--runs_dir", str(tmp_path / "single")]
+        words = [
+            f"{Path(sys.executable).parent}/deepspeed",
+            "--master_port",
+            str(free_port()),
+            *words[1:],
+            "--runs_dir",
+            str(tmp_path / "single"),
+        ]
         losses = {}
         for rate in (1e-3, 2e-3, 4e-3):
             place = words.index("--lr")
             single = [*words[: place + 1], str(rate), *words[place + 2 :], "--run_name", f"{name}-{rate}"]
-            subprocess.run(single, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
+            subprocess.run(single, cwd=ROOT, check=True, capture_output=True, timeout=4 * PATIENCE_SECONDS)
             losses[rate] = read_metrics(tmp_path / "single" / f"{name}-{rate}" / "metrics.jsonl")[-1]["val_loss"]
         assert {point["lr"]: point["loss"] for point in arms[name]["grid"]} == losses, "bit for bit"
         assert arms[name]["chosen"]["lr"] == min(losses, key=losses.__getitem__)

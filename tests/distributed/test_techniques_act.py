@@ -67,7 +67,7 @@ SGD += section("zero_allow_untested_optimizer", True) + section("gradient_clippi
 FP32_SUMS = section("data_types.grad_accum_dtype", "fp32")
 GRADIENTS = [
     (0, "fp32", 2, []),
-    (1, "bf16", 2, FP32_SUMS),  # DeepSpeed's BF16_Optimizer
+    pytest.param(1, "bf16", 2, FP32_SUMS, marks=long),  # DeepSpeed's BF16_Optimizer
     (2, "bf16", 2, []),
     (3, "fp32", 2, []),
     pytest.param(3, "fp32", 3, [], marks=long),  # a bias has 64 elements, and parts of 22

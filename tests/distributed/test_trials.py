@@ -56,7 +56,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.gate), pytest.param(2, marks=pytest.mark.long)])
 def test_interleaved_runs_train_as_they_would_alone(ranks, corpus, tmp_path):
     control, own = trials(corpus, ranks)
     made: list[tuple[str, int]] = []
