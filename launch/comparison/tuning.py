@@ -78,7 +78,8 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
             _draw_panel(axes, flag, found[name]["arms"])
         for axes in every[len(panels) :]:
             axes.set_axis_off()
-        picture.supxlabel("★ chosen; higher losses are above the frame", fontsize=9)
+        note = "★ chosen" + "; one run per point, with a seed that no verdict uses" * all("seed" in one for one in found.values())
+        picture.supxlabel(note + ("; " if across > 1 else ";\n") + "higher losses are above the frame", fontsize=9)
         picture.savefig(file, metadata={"Software": None})
 
 
