@@ -203,7 +203,6 @@ def test_every_value_at_any_depth_is_found_to_differ(make):
         "command",
         "folder",
         "flags",
-        "last_json",
         "profile",
         "resume",
         "quiet",

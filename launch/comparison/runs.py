@@ -223,7 +223,7 @@ CURVE = {"step": 0, "tokens": 0, "seconds": 2, "val_loss": 5}
 
 def stored_run(run: Run) -> dict[str, Any]:
     """The entry of `run` in a `results.json`: the keys of its description that a comparison needs, its measures, and its evaluations."""
-    private = {"command", "folder", "flags", "last_json", *(name for name, one in VALUES.items() if one.local)}
+    private = {"command", "folder", "flags", *(name for name, one in VALUES.items() if one.local)}
     description = {key: value for key, value in run.description.items() if key not in private}
     description["config_file"] = "/".join(Path(run.description["config_file"]).parts[-2:])
     description["corpus"] = {key: value for key, value in description["corpus"].items() if key != "path"}

@@ -7,10 +7,8 @@ and `fill` fill in what the file leaves open, and record the origin of each valu
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -46,20 +44,14 @@ class DeepSpeedJson:
 
     Attributes:
         values: the current content of the JSON.
-        content: the content of the file.
         notes: notes on accepted values: one line each, with the place in the file.
         lacks: what the JSON needs and this machine does not have: a line each.
     """
 
     def __init__(self, file: str, flags: argparse.Namespace):
         self.file, self._flags = file, flags
+        self.values, self._lines = read_json(file)
         self.notes: list[str] = []
-        if flags.last_json is None or os.path.exists(file):
-            self.values, self._lines = read_json(file)
-        else:
-            self.values, self._lines = flags.last_json, {}
-            self.notes.append(f"{file} is gone; the run continues with what it held at the last start")
-        self.content = copy.deepcopy(self.values)
         self.lacks: list[str] = []
         self._faults: list[str] = []
         self._faulty: list[KeyPath] = []

@@ -393,7 +393,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Parse `argv`; the user's flags override a recipe's suggested ones.
 
     The namespace has additional entries. `origins`: where each given value came from (`--lr`, or a file). `given`: the flags that
-    `--resume FOLDER` repeats. `last_json`: what the JSON held at the last start of the run that is continued, else None.
+    `--resume FOLDER` repeats.
 
     Raises:
         UsageError: an unknown flag (with the nearest one), a value out of range, wrong flags in a recipe, no run to continue.
@@ -411,7 +411,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
         raise UsageError("--recipe is given twice; give one, and add the other's section with --set, as recipes/README.md says")
     parse(argv)
     now = given(build_parser(), argv)
-    argv, run_json, last_json = with_recorded(argv)
+    argv, run_json = with_recorded(argv)
     flags = parse(argv)
     if (flags.deepspeed_config is None) == (flags.recipe is None):
         raise UsageError("give one of --deepspeed_config FILE (shipped ones: ds_configs/) and --recipe DIR (recipes/README.md)")
@@ -433,7 +433,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     keys = [setting.partition("=")[0] for setting in flags.overrides]
     settings = [setting for at, setting in enumerate(flags.overrides) if keys[at] not in keys[at + 1 :]]  # the last one of each key
     repeated = {name: getattr(flags, name) for name in sorted({*origins, "data"} - OF_ONE_START)} | {"overrides": settings}
-    flags.origins, flags.given, flags.last_json = origins, repeated, last_json
+    flags.origins, flags.given = origins, repeated
     return flags, recipe
 
 
@@ -458,8 +458,8 @@ def _check_shape(flags: argparse.Namespace, shape: dict[str, Any]) -> None:
         raise UsageError(f"--init_from {flags.init_from}: its model has {theirs}, and the command {own}; leave the flags out")
 
 
-def with_recorded(argv: list[str]) -> tuple[list[str], str, dict[str, Any] | None]:
-    """`argv`, after the recorded flags of the run that it continues by its folder; their file; and what the run's JSON held.
+def with_recorded(argv: list[str]) -> tuple[list[str], str]:
+    """`argv`, after the recorded flags of the run that it continues by its folder; and their file, "" without such a run.
 
     `--resume FOLDER` continues that run. `--branch_from CHECKPOINT` without a JSON or a recipe repeats the flags of the checkpoint's run.
 
@@ -481,7 +481,7 @@ def with_recorded(argv: list[str]) -> tuple[list[str], str, dict[str, Any] | Non
         argv = ["--runs_dir", str(run.parent), "--run_name", f"{run.name}-from-{checkpoint.name}", *argv]
         left_out |= {"init_from"}
     else:
-        return argv, "", None
+        return argv, ""
     description = read_run_json(run / "run.json")
     last = [description, *description.get("resumes", [])][-1]
     recorded = last.get("flags")
@@ -492,8 +492,7 @@ def with_recorded(argv: list[str]) -> tuple[list[str], str, dict[str, Any] | Non
         there = os.path.join(last.get("folder") or "", recorded[name])
         if last.get("folder") != os.getcwd() and os.path.exists(there):
             recorded[name] = there
-    last_json = None if names & {"deepspeed_config", "recipe"} else description.get("last_json")
-    return [*as_words(recorded), *argv], str(run / "run.json"), last_json
+    return [*as_words(recorded), *argv], str(run / "run.json")
 
 
 def open_recipe(folder: str | Path) -> Recipe:

@@ -62,7 +62,6 @@ class RunConfig(RunValues, RunSettings):
         lacks: what the run needs and this machine does not have.
         origins: name of a value, or dotted path in the DeepSpeed JSON -> where it came from, in a few words.
         given: the flags that a start by the run's folder repeats.
-        last_json: what the DeepSpeed JSON held, before flags changed it.
     """
 
     found_corpus: Corpus | None = field(repr=False, compare=False)
@@ -74,7 +73,6 @@ class RunConfig(RunValues, RunSettings):
     lacks: tuple[str, ...] = ()
     origins: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     given: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    last_json: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -248,7 +246,6 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         assumed_vocab_size=preset.vocab_size,
         start=start,
         given=flags.given,
-        last_json=ds_json.content,
     )
     if config.precision == "bf16" and accumulation > MANY_SUMS and ds_json.get("data_types", "grad_accum_dtype") not in FP32_NAMES:
         ds_json.notes.append(

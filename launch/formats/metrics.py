@@ -28,7 +28,7 @@ RUN_KEYS: Types = {
 OPTIONAL_RUN_KEYS: Types = {
     **dict.fromkeys(("optimizer.params", "techniques.*", "resumes.*"), (dict,)),
     **dict.fromkeys(("resumes", "resumes.*.command", "corpus.sources", "machine.gpus"), (list,)),
-    **dict.fromkeys(("flags", "last_json", "resumes.*.flags"), (dict, NoneType)),  # `--resume FOLDER` reads them
+    **dict.fromkeys(("flags", "resumes.*.flags"), (dict, NoneType)),  # `--resume FOLDER` reads them
     **dict.fromkeys(("folder", "resumes.*.folder"), (str, NoneType)),
     "resumes.*.changes": (list, NoneType),
     "resumes.*.changes.*": (str,),

@@ -28,7 +28,6 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "command": sys.argv,
         "folder": os.getcwd(),
         "flags": config.given,
-        "last_json": config.last_json,
         **config.as_json(),
         "corpus_fingerprint": config.corpus.fingerprint,
         "corpus": {

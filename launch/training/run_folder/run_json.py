@@ -14,7 +14,7 @@ from launch.formats.metrics import model_of_run, read_run_json
 from model.presets import FIELDS, SIZES
 
 #: The kinds, as in `launch.config.flags`, of the entries of a `run.json` that are no values of the run; others are TRAINING.
-_OF_STARTS = ("created", "command", "folder", "flags", "last_json", "interleaved", "finished", "run_id", "resumes")
+_OF_STARTS = ("created", "command", "folder", "flags", "interleaved", "finished", "run_id", "resumes")
 OTHER_KINDS = dict.fromkeys(_OF_STARTS, START)
 #: The last two are of earlier versions.
 OTHER_KINDS |= dict.fromkeys(("commit", "machine", "corpus", "histogram_every", "block_similarity"), RECORD)
