@@ -2,7 +2,7 @@
 
     python launch/plan.py --preset gpt3-13b --ranks 64 --device cuda --memory 80GB
     python launch/plan.py --preset gpt2 --ranks 2 --micro_batch_size 8 --offload optimizer
-    python launch/plan.py --preset llama3-8b --gpus 16 --device h100 --tokens 1T --interconnect 400gbit
+    python launch/plan.py --preset llama3-8b --gpus 16 --device h100 --memory 80GB --tokens 1T --interconnect 400gbit
 
 A column is a stage as `ds_configs/zero<stage>_<precision>.json` runs it, or a recipe, with the batch that `launch/pretrain.py` would
 take. A row is a part, as `launch/config/memory.py` computes it, or a time, as `launch/config/step_time.py` does.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from dataclasses import asdict, replace
@@ -98,8 +99,8 @@ def main() -> int:
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
     )
     print_once("\n".join(memory_table(columns)))
-    if hardware:
-        times = {name: plan["time"] for name, plan in columns.items()}
+    times = {name: plan["time"] for name, plan in columns.items() if hardware and plan["peak"] <= (flags.memory or math.inf)}
+    if hardware and times:
         print_once("\n" + "\n".join(time_table(first.ranks, first.total_tokens, hardware._asdict(), times)))
     if flags.memory:
         fitting = _fitting(flags.memory, columns)

@@ -81,7 +81,9 @@ def run_experiments(
             pairs.append(_paired_trials(recipe, testbed, passed_on, flags))
         except CannotRun as reason:
             leave_out(recipe, reason)
-    for line in (untuned := [line for pair in pairs for line in _untuned(pair, flags)]):
+    untuned = [line for pair in pairs for line in _untuned(pair, flags)]
+    own = [f"note: {line}" for pair in pairs for line in pair.own[0].config.notes if line not in pair.control[0].config.notes]
+    for line in (*own, *untuned):
         print_once(line)
     if not pairs:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")

@@ -144,7 +144,7 @@ def _ending(log: list[str], description: dict[str, Any], lines: list[dict[str, A
     if error or lost:
         remarks.append(f"failed after step {last['step']}, {tokens:,} of {total:,} tokens" + (f": {error}" if error else ""))
         return False, diverged
-    logged = f"; last logged: {text}" if (text := progress(log)) else ""
+    logged = f"; last logged: {text}" if (text := progress(log).rpartition(", ")[0]) else ""
     remarks.append(f"unfinished (still training, or stopped): step {last['step']}, {tokens:,} of {total:,} tokens{logged}")
     return False, False
 

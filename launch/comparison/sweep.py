@@ -138,7 +138,8 @@ class Swept:
     def script(self) -> str:
         """The commands that train the best point of each side."""
         best = {arm.name: arm.trials(arm.chosen)[0] for arm in self.arms if arm.chosen is not None}
-        return "".join(f"# the best of {name}\n{_command(trial, f'{name}-best')}\n" for name, trial in best.items())
+        commands = [f"# the best of {name}\n{_command(trial, f'{name}-best')}\n" for name, trial in best.items()]
+        return "".join([f"cd {shlex.quote(str(ROOT))}\n", *commands])
 
     def comparison(self) -> Comparison | None:
         """Each recipe at its best point against its control at its own; None without such a pair."""

@@ -122,11 +122,9 @@ def _answer(pair: Pair) -> str:
     if loss is None:
         return f"{pair.name} and {control} have no seed in common whose losses can be compared."
     gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if round(loss.mean, 4) else "at the same loss as"
-    if loss.low is not None and loss.high is not None and loss.low <= 0 <= loss.high:
-        gap = f"{gap}, which the seeds do not tell from 0," if round(loss.mean, 4) else gap
-    interval = (
-        "one seed, which shows no noise" if loss.low is None or loss.high is None else f"95%: {signed(loss.low)} to {signed(loss.high)}"
-    )
+    interval = "one seed, which shows no noise"
+    if loss.low is not None and loss.high is not None:
+        interval = f"95%: {signed(loss.low)} to {signed(loss.high)}" + "; the seeds do not tell it from 0" * (loss.low <= 0 <= loss.high)
     lost = sum(own.diverged for _, own in pair.runs)
     where = f" on {pair.testbed.name}" if pair.testbed else ""
     takes = f"; a token takes {time.mean:.2f} times as long" if time else ""

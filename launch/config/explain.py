@@ -59,6 +59,7 @@ TIME_ROWS = {
     "step_seconds": "step, s",
     "tokens_per_second_and_gpu": "tokens/s per GPU",
     "days": "days",
+    "days_without_overlap": "days, if nothing overlaps",
     "gpu_hours": "GPU-hours",
 }
 #: Keys that change memory or bytes sent, and that the plan ignores.

@@ -99,6 +99,7 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
         "step_seconds": step,
         "tokens_per_second_and_gpu": run.total_tokens / steps / step / run.ranks,
         "days": steps * step / 86_400,
+        "days_without_overlap": steps * (compute + communication) / 86_400,
         "gpu_hours": steps * step * run.ranks / 3_600,
     }
 

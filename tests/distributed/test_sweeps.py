@@ -101,7 +101,7 @@ def test_a_sweep_of_ones_own_model_goes_on_beyond_an_optimum_at_the_edge(corpus,
         "run 3 of 3",
     ]
     assert "one seed shows no noise, so lr" in done.stdout
-    comment, command = (tmp_path / "out" / "best.sh").read_text().splitlines()
+    _, comment, command = (tmp_path / "out" / "best.sh").read_text().splitlines()
     assert comment == "# the best of zero0_bf16" and command in done.stdout
     python, script, deepspeed_config, config, *rest, run_name, name = shlex.split(command)
     assert (python, script, deepspeed_config, run_name, name) == (
@@ -138,7 +138,7 @@ def test_a_sweep_of_two_sides_continues_after_a_kill_and_finds_what_single_runs_
         name: steps for name, steps in before.items() if steps < 40
     }, "from the checkpoint that its ranks wrote"
     arms = json.loads((tmp_path / "out" / "tuning.json").read_text())["sweep"]["arms"]
-    commands = (tmp_path / "out" / "best.sh").read_text().splitlines()[1::2]
+    commands = (tmp_path / "out" / "best.sh").read_text().splitlines()[2::2]
     for name, best in zip(("zero1_bf16", Path(RECIPE).name), commands, strict=True):
         words = shlex.split(best)[:-2]
         assert words[:3] == ["deepspeed", "--num_gpus", "2"]
