@@ -177,10 +177,12 @@ def test_the_data_command_runs(command, tmp_path):
         "~/texts": str(source),
         "/texts/*.parquet": f"{tmp_path}/*.parquet",
         "/texts/*.jsonl": f"{tmp_path}/*.jsonl",
+        "code=/src@0.7": f"code={source}@0.7",
+        "text=/notes@0.3": f"text={tmp_path}/texts.parquet@0.3",
         "gpt2": "bytes",
         "0.0005": "0.05",
     }
-    here |= dict.fromkeys(("data/texts", "data/texts_gpt2", "data/corpus", "data/own"), str(tmp_path / "out"))
+    here |= dict.fromkeys(("data/texts", "data/texts_gpt2", "data/corpus", "data/own", "data/mixed"), str(tmp_path / "out"))
     words = [sys.executable, *(here.get(word, word) for word in shlex.split(command)[1:])]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
