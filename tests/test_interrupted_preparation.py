@@ -174,7 +174,7 @@ def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp
     assert contents(tmp_path / "out") == contents(uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGINT])
 def test_ended_at_once_it_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_path, number):
     arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bpe:8192", "--workers", 2)
     process = start(*arguments)

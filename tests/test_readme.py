@@ -200,7 +200,7 @@ def checkout(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(line, marks=pytest.mark.long if "ARGS" in line else ()) for line in commands("make pretrain")]
+    "command", [pytest.param(line, marks=pytest.mark.long if "ARGS" in line else pytest.mark.gate) for line in commands("make pretrain")]
 )
 def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(command, checkout):
     """As it stands, but for the set-up and for fewer steps; `-o` keeps make from installing again into the shared .venv."""

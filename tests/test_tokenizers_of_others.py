@@ -189,7 +189,9 @@ def test_a_special_token_of_a_unigram_model_is_read_as_the_text_beside_it(of_oth
         assert len(ours.encode(f"a{name}b")) > 3
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "unigram", "unigram_of_whole_texts"])
+@pytest.mark.parametrize(
+    "kind", ["unigram", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("byte_level", "unigram_of_whole_texts"))]
+)
 def test_auto_tokenizer_gives_the_same_ids_beside_an_exported_model(kind, of_others, tmp_path):
     from transformers import AutoTokenizer
 

@@ -41,7 +41,7 @@ SMALL = "small, with a head of its own"
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == SMALL else pytest.mark.long) for name in PUBLISHED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.gate if name == SMALL else pytest.mark.long) for name in PUBLISHED])
 def test_a_folder_of_transformers_is_trained_further_and_read_by_transformers(name, precision, two_ranks, corpus, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 

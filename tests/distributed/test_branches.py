@@ -82,7 +82,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("links", [pytest.param(True, marks=pytest.mark.long), False])
 def test_the_files_of_the_checkpoint_are_linked_or_copied(links, long, branch, tmp_path, monkeypatch):
     """Also where the checkpoints lie behind a link."""
 

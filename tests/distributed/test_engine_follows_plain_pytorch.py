@@ -70,7 +70,6 @@ QUICK = [
     ("plain", "llama", "stage 2", 3, 1),
     ("a loss of each token", "gpt2", "stage 3", 3, 2),
     ("a loss of each token, fused", "gpt2", "stage 0", 3, 2),
-    ("Adam without bias correction", "gpt2", "stage 2", 1, 2),
     ("batch_size_warmup", "gpt2", "stage 2", 1, 2),
     ("curriculum_learning, reshaped", "gpt2", "stage 0", 1, 2),
     ("no_cross_document", "gpt2", "stage 0", 1, 2),
@@ -140,7 +139,7 @@ HALF = [
     ),
 ]
 QUICK_HALF = [
-    *((name, "gpt2", "stage 0", "bf16") for name in ("muon", "one_bit_adam", "zero_one_adam")),
+    *((name, "gpt2", "stage 0", "bf16") for name in ("muon", "one_bit_adam")),
 ]
 
 

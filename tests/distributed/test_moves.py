@@ -281,7 +281,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "model"), cells([(kind, model) for kind in WHOLE for model in MODELS], [("ZeroOneAdam", "gpt2")]))
+@pytest.mark.parametrize(("kind", "model"), cells([(kind, model) for kind in WHOLE for model in MODELS], [("OneBitLamb", "gpt2")]))
 def test_the_state_of_an_optimizer_of_whole_tensors_is_moved(kind, model, runs, tmp_path):
     """To other ranks and another precision. The state of each rank is reset where there are other ranks, which the log says."""
     more = [*MODELS[model][0], "--set", f'optimizer={{"type": "{kind}", "params": {WHOLE[kind]}}}']

@@ -92,7 +92,9 @@ TABLES = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kind"), [*(("batch_size_warmup", kind) for kind in TABLES), ("curriculum_learning", "WarmupCosineTokens")]
+    ("recipe", "kind"),
+    [("batch_size_warmup", "WarmupStableDecayTokens"), ("curriculum_learning", "WarmupCosineTokens")]
+    + [pytest.param("batch_size_warmup", kind, marks=pytest.mark.long) for kind in ("WarmupCosineTokens", "WarmupLinearTokens")],
 )
 def test_the_rate_follows_the_tokens_of_steps_of_unequal_size(recipe, kind, one_rank, corpus, tmp_path):
     flags = ["--recipe", f"recipes/{recipe}", *TINY, "--data", str(corpus), "--steps", str(STEPS), "--warmup_steps", "2", "--lr", str(PEAK)]

@@ -76,7 +76,7 @@ def to_group(run: LaunchedRun) -> Callable[[int], None]:
         pytest.param(to_command, signal.SIGTERM, 143, id="SIGTERM-deepspeed", marks=pytest.mark.long),
         pytest.param(to_launcher, signal.SIGTERM, 1, id="SIGTERM-launcher", marks=pytest.mark.long),  # launch.py ends with 1 on any signal
         pytest.param(to_rank(0), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-0", marks=pytest.mark.long),
-        pytest.param(to_rank(1), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-1"),
+        pytest.param(to_rank(1), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-1", marks=pytest.mark.gate),
         pytest.param(to_rank(1), signal.SIGUSR2, REQUEUE, id="SIGUSR2-rank-1", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group", marks=pytest.mark.gate),
         pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group", marks=pytest.mark.long),

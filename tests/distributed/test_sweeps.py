@@ -88,6 +88,7 @@ def own_flags(corpus: Path) -> list[str]:
     return [*OWN, "--data", str(corpus), *(word for name, value in SHAPE.items() for word in (f"--{name}", str(value)))]
 
 
+@pytest.mark.gate
 def test_a_sweep_of_ones_own_model_goes_on_beyond_an_optimum_at_the_edge(corpus, tmp_path):
     words = ["--sweep", "lr=1e-4,3e-2", "--extend", *own_flags(corpus), "--runs_dir", tmp_path / "trials", "--out", tmp_path / "out"]
     done = run_script("launch/compare.py", *words)

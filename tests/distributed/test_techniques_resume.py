@@ -12,7 +12,6 @@ from tests.helpers import resumed_after, rewind
 MEASURED = ("seconds", "tokens_per_second", "mfu", "memory")
 #: (technique, form, precision, the step of the checkpoint)
 QUICK = [
-    ("batch_size_warmup", "stage 2", "fp32", 15),
     ("curriculum_learning", "stage 2", "fp32", 15),
     ("random_ltd, checkpointed", "stage 1", "fp32", 10),
     ("muon", "stage 2", "fp32", 15),
