@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import math
 import os
 import shlex
 import shutil
@@ -220,20 +219,20 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
     width = None if flags.quiet else bar_options()
     with tqdm(total=steps, initial=done, unit="step", disable=width is None, **(width or {})) as bar:
         lines: dict[str, tqdm[Any]] = {}  # on a terminal a line for each run that trains, below the bar
-        printed: dict[str, float] = {}  # elsewhere, when a run's line was printed
+        due: dict[str, float] = {}  # when the line of a run is read from its log again
 
         def on_steps(name: str, number: int) -> None:
             nonlocal made
             made += number
             bar.update(number)
-            if flags.quiet or not (text := progress(read_log(runs_dir / name))):
+            if flags.quiet or time.monotonic() < due.get(name, 0.0) or not (text := progress(read_log(runs_dir / name))):
                 return
+            due[name] = time.monotonic() + (1.0 if width else SECONDS_BETWEEN_LINES)
             if width:
                 if name not in lines:
                     lines[name] = tqdm(bar_format="{desc}", leave=False, **width)
                 lines[name].set_description_str(f"{labels[name]}: {text}")
-            elif time.monotonic() - printed.get(name, -math.inf) > SECONDS_BETWEEN_LINES:
-                printed[name] = time.monotonic()
+            else:
                 print_once(printable_line(f"{labels[name]}: {text}"))
 
         def on_end(name: str, code: int) -> None:
