@@ -28,7 +28,7 @@ from torch import nn
 
 from model.accounting import LOSS_ROWS
 from model.layers import INIT_STD, Embedding, Linear
-from model.layout import Layout, Rotation, document_mask, document_starts, rotate, rotation_at
+from model.layout import Layout, Rotation, RowPart, document_mask, document_starts, rotate, rotation_at
 from model.presets import GPTConfig, ModelShape
 
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
@@ -195,21 +195,23 @@ class Block(nn.Module):
 
 
 def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy, fp32, of the logits x (N, C) @ weight (V, C)^T + bias (V,) for targets int64 (N,); -100 is ignored."""
+    """The sum of the cross-entropies, fp32, of the logits x (N, C) @ weight (V, C)^T + bias (V,) for targets int64 (N,); -100 counts 0."""
     logits = F.linear(x, weight, bias)  # (N, V)
-    total = sum(
-        F.cross_entropy(rows.float(), row_targets, reduction="sum")  # fp32: bf16 has 8 bits, too few for a sum of 8,192 exponentials
-        for rows, row_targets in zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+    return sum(
+        (
+            F.cross_entropy(rows.float(), row_targets, reduction="sum")  # fp32: bf16 has 8 bits, too few for a sum of 8,192 exponentials
+            for rows, row_targets in zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+        ),
+        start=torch.zeros((), device=x.device),
     )
-    return total / (targets != -100).sum()
 
 
 class Head(nn.Module):
     """The output layer: (B, T, C) -> logits or loss. Its weight is the token embedding, or a separate one.
 
     A tied weight is registered here too, so ZeRO-3, which gathers a module's parameters when the module runs, also gathers it for the
-    head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses it with
-    the matmul.
+    head. `loss` computes the summed loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses it
+    with the matmul.
 
     `token_losses` are functions of logits (N, vocab_size) and targets (N,), of which -100 is ignored, that return a finite loss (N,) per
     token. In training, their mean is added to the loss that is differentiated; the value that is returned stays the cross-entropy.
@@ -238,19 +240,23 @@ class Head(nn.Module):
             self.padding_bias[: self.vocab_size] = 0
             self.padding_bias[self.vocab_size :] = -torch.inf
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, T, C); targets int64 (B, T) or None. Returns the scalar fp32 mean loss, or the logits (B, T, vocab_size)."""
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None, counted: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, T, C); targets int64 (B, T) or None. Returns the logits (B, T, vocab_size) or the summed loss / `counted`, an fp32 scalar.
+
+        counted: by default the number of targets that are not -100, so that the loss is their mean.
+        """
         if targets is None:
             return self.logits(x)
         x, targets = x.flatten(0, 1), targets.flatten()  # (B, T, C) -> (B T, C), (B, T) -> (B T)
-        loss = self.loss(x, self.weight, self._bias(x), targets)
+        counted = (targets != -100).sum() if counted is None else counted
+        loss = self.loss(x, self.weight, self._bias(x), targets) / counted
         if self.training and self.token_losses:
             logits, counts = self.logits(x), targets != -100  # computed again, because a kernel of `loss` may keep none
             each = [one(logits, targets) for one in self.token_losses]
             shapes = [tuple(losses.shape) for losses in each]
             # A shape (N, 1) would be broadcast, and train N times the loss.
             assert {*shapes} == {tuple(targets.shape)}, f"token_losses returned shapes {shapes}; each must be {tuple(targets.shape)}"
-            added = (sum(losses.float() for losses in each) * counts).sum() / counts.sum()
+            added = (sum(losses.float() for losses in each) * counts).sum() / counted
             loss = loss + (added - added.detach())
         return loss
 
@@ -282,6 +288,9 @@ class GPT(nn.Module):
     Evaluation uses the full model, so a runner may drop blocks only while `blocks.training`. A runner may be called with a part of the
     blocks, and again in the backward pass, so it must identify a block by `block.index` and not count calls.
 
+    `row_part` is the part of each row that this rank embeds, runs through the blocks and predicts; a technique that gives a row to several
+    ranks assigns another. Positions, documents and the number of targets are those of the whole row, which every rank reads.
+
     Initial weights are a pure function of (config.init_seed, parameter name), also under `deepspeed.zero.Init`: N(0, 0.02^2), divided by
     sqrt(2 n_layer) for the projections onto the residual stream; biases 0, norms 1, padded rows of the embedding and the head 0.
     """
@@ -296,6 +305,7 @@ class GPT(nn.Module):
         self.ln_f = NORMS[config.norm](config.d_model, config)
         self.lm_head = Head(config, self.wte)
         self.block_runner: BlockRunner = run_all_blocks
+        self.row_part = RowPart()
 
     def used_rows(self, length: int) -> dict[torch.Tensor, int]:
         """For each embedding and the head, the number of leading rows that can get gradients from sequences of `length` tokens."""
@@ -313,7 +323,8 @@ class GPT(nn.Module):
             tokens: int64 (B, T), T at most seq_len.
             targets: int64 (B, T), -100 is ignored; or None.
 
-        Returns the scalar mean cross-entropy in fp32, nats per token; without targets the logits (B, T, vocab_size).
+        Returns the scalar mean cross-entropy in fp32, nats per token; without targets the logits (B, T, vocab_size). Where ranks share a
+        row, what belongs to the own part: the logits, and a loss whose mean over these ranks is that of the row.
         Raises ValueError if T exceeds seq_len.
         """
         length = tokens.shape[1]
@@ -323,9 +334,13 @@ class GPT(nn.Module):
         if self.config.document_end is not None:
             starts = document_starts(tokens, self.config.document_end)
             positions = positions - starts  # (T,) - (B, T)
-        x = self.embed(tokens, positions)
+        own, positions = self.row_part.of, self.row_part.of(positions)
+        x = self.embed(own(tokens), positions)
         layout = Layout(None if starts is None else document_mask(starts, x.dtype), self.wpe.rotation(positions, x.dtype))
-        return self.lm_head(self.ln_f(self._run_blocks(x, layout)), targets)
+        x = self.ln_f(self._run_blocks(x, layout))
+        if targets is None:
+            return self.lm_head(x)
+        return self.lm_head(x, own(targets), (targets != -100).sum() / self.row_part.parts)
 
     def _run_blocks(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Runs the blocks with `layout` set in them, during this forward pass and its backward pass.

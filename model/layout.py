@@ -35,6 +35,17 @@ class Layout(NamedTuple):
         return Layout(mask, rotation)
 
 
+class RowPart(NamedTuple):
+    """Part `number` of a row that is cut into `parts` equal ones, each held by another rank; by default the whole row."""
+
+    number: int = 0
+    parts: int = 1
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The own part of x (..., T), which `parts` divides: (..., T / parts), a view."""
+        return x.unflatten(-1, (self.parts, -1))[..., self.number, :]
+
+
 def document_starts(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
     """For each token, the index in its row at which its document begins: (B, T) -> int64 (B, T). `document_end` ends a document."""
     index = torch.arange(tokens.shape[1], device=tokens.device)

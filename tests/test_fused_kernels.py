@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -119,6 +120,11 @@ def some_head(rows: int = 150, width: int = 24, vocabulary: int = 70, used: int 
     return x, weight, bias, targets
 
 
+def mean_of(head: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The mean of the losses whose sum `head` returns, as `Head` takes it."""
+    return lambda x, weight, bias, targets, *kernel: head(x, weight, bias, targets, *kernel) / (targets != -100).sum()
+
+
 @pytest.fixture(params=["in_rows", "in_one"])
 def kernel(request):
     """The two kernels of the head, the second as it is before torch.compile."""
@@ -132,7 +138,7 @@ def test_the_loss_and_its_gradients_are_the_plain_heads(dtype, tolerance, parts,
     x, weight = x.to(dtype), weight.to(dtype)  # the exact values of what both get
     monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", 150 * 70 * x.element_size() // parts)
     exact = passes(lambda x, w: torch.nn.functional.cross_entropy(x @ w.T + bias, targets), x.double(), weight.double())
-    found = passes(lambda x, w: cross_entropy.linear_cross_entropy(x, w, bias.to(dtype), targets, kernel), x, weight)
+    found = passes(lambda x, w: mean_of(cross_entropy.linear_cross_entropy)(x, w, bias.to(dtype), targets, kernel), x, weight)
     assert found[0].dtype == torch.float32
     assert [value.dtype for value in found[1:]] == [dtype, dtype]
     assert [error(*pair) < tolerance for pair in zip(found, exact, strict=True)] == [True] * 3
@@ -160,8 +166,8 @@ def test_in_fp16_small_gradients_survive():
     generator = torch.Generator().manual_seed(0)
     x, weight = (0.02 * torch.randn(n, 16, generator=generator) for n in (4096, 8192))
     targets = torch.randint(0, 8192, (4096,), generator=generator)
-    exact = passes(lambda x, w: gpt.linear_cross_entropy(x, w, None, targets), x, weight)
-    found = passes(lambda x, w: cross_entropy.linear_cross_entropy(x, w, None, targets) * 2**16, x.half(), weight.half())
+    exact = passes(lambda x, w: mean_of(gpt.linear_cross_entropy)(x, w, None, targets), x, weight)
+    found = passes(lambda x, w: mean_of(cross_entropy.linear_cross_entropy)(x, w, None, targets) * 2**16, x.half(), weight.half())
     assert error(found[2] / 2**16, exact[2]) < 2e-2
 
 
@@ -183,7 +189,7 @@ def test_in_fp16_a_frequent_target_overflows_only_where_the_plain_heads_does(par
         gradients = []
         for head in (gpt.linear_cross_entropy, cross_entropy.linear_cross_entropy):
             leaf = weight.clone().requires_grad_()
-            (head(x, leaf, None, targets) * scale).backward()
+            (mean_of(head)(x, leaf, None, targets) * scale).backward()
             gradients.append(leaf.grad)
         assert [bool(gradient.isfinite().all()) for gradient in gradients] == [fits, fits]
         assert not fits or error(gradients[1] / scale, exact.grad) < 1e-3
@@ -197,7 +203,7 @@ def test_in_bf16_the_sum_of_the_parts_is_rounded_once(monkeypatch):
     monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", 1024 * 70 * 2 // 8)
     exact = passes(lambda x, w: torch.nn.functional.cross_entropy(x @ w.T + bias, targets), x.double(), weight.double())
     plain, fused = (
-        passes(lambda x, w, head=head: head(x, w, bias, targets), x, weight)
+        passes(lambda x, w, head=head: mean_of(head)(x, w, bias, targets), x, weight)
         for head in (gpt.linear_cross_entropy, cross_entropy.linear_cross_entropy)
     )
     assert error(fused[2], exact[2]) < 1.1 * error(plain[2], exact[2])
@@ -207,7 +213,7 @@ def test_evaluation_computes_no_gradient(kernel, monkeypatch):
     x, weight, bias, targets = some_head()
     monkeypatch.setattr(torch, "mm", None)  # with which gradients are made
     with torch.no_grad():
-        loss = cross_entropy.linear_cross_entropy(x.float().requires_grad_(), weight.float(), bias.float(), targets, kernel)
+        loss = mean_of(cross_entropy.linear_cross_entropy)(x.float().requires_grad_(), weight.float(), bias.float(), targets, kernel)
     assert not loss.requires_grad
     assert float(loss) == pytest.approx(float(torch.nn.functional.cross_entropy(x @ weight.T + bias, targets)), rel=1e-6)
 

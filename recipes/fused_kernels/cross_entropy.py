@@ -82,7 +82,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`model.gpt.linear_cross_entropy`, computed with `kernel`. The backward pass can run only once."""
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(x, weight, bias, targets, with_gradients, kernel) / (targets != IGNORED).sum()
+    return _LinearCrossEntropy.apply(x, weight, bias, targets, with_gradients, kernel)
 
 
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
