@@ -95,7 +95,7 @@ def main() -> int:
     print_once(
         f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
         f"{model.components}, vocabulary {model.vocab_size:,}), {first.precision}\n"
-        f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks} rank(s); "
+        f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks_in_words}; "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
     )
     print_once("\n".join(memory_table(columns)))

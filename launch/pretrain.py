@@ -125,7 +125,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
 
     parts, state = set_up(config, folder, stop, observers)
     engine, loader, checkpoints, observer, spikes, meter, evaluation = parts
-    techniques, ranks = engine.techniques, engine.collectives.world_size
+    techniques, data_ranks = engine.techniques, engine.data_ranks
     stop_signal = 0
     stop.defer()  # from here on a signal takes effect at the end of its step
     try:
@@ -133,7 +133,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
             while state["tokens"] < config.total_tokens and not stop_signal:
                 step = state["step"] + 1
                 work = techniques.on_step(step, whole_step(config))
-                tokens = state["tokens"] + work.tokens * ranks
+                tokens = state["tokens"] + work.tokens * data_ranks
                 observer.on_step(step)
                 meter.start_step()
                 lr = engine.set_learning_rate(tokens)
@@ -145,7 +145,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 metrics = dict(**meter.end_step(work), **techniques.metrics())  # no name may occur twice
                 observer.after_step(step)
 
-                samples = state["samples"] + work.sequences * ranks
+                samples = state["samples"] + work.sequences * data_ranks
                 state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None, "spike_window": spikes.window()}
                 last = tokens >= config.total_tokens
                 saving = bool(stop_signal or last or (config.save_every and step % config.save_every == 0))

@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
     from model.gpt import GPT
 
 
+#: DeepSpeed's key for the number of consecutive ranks that read the same rows.
+SEQUENCE_PARALLEL = "sequence_parallel_size"
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """The part of the resolved run that techniques may read. Batch sizes are in sequences; `steps` assumes whole batches in every step."""
@@ -40,7 +44,7 @@ class RunSettings:
     ds_config: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
-    techniques: dict[str, dict[str, Any]]  # our own sections, by name
+    techniques: dict[str, Any]  # our own sections, by name
 
     @property
     def model_config(self) -> GPTConfig:
@@ -51,6 +55,16 @@ class RunSettings:
     def token_schedule(self) -> object | None:
         """The learning rate by tokens; None with a schedule of DeepSpeed, by steps."""
         raise NotImplementedError
+
+    @property
+    def ranks_per_row(self) -> int:
+        """The number of consecutive ranks that read the same rows, of which each holds a part."""
+        return self.techniques.get(SEQUENCE_PARALLEL, 1)
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks, or groups of ranks, that read different rows."""
+        return self.ranks // self.ranks_per_row
 
     @property
     def zero_stage(self) -> int:
@@ -67,7 +81,7 @@ class RunSettings:
 
 
 class StepWork(NamedTuple):
-    """The work of one optimizer step on every rank. The length of the run and its FLOPs follow from it.
+    """The work of one optimizer step on every data rank. The length of the run and its FLOPs follow from it.
 
     Attributes:
         micro_batch_size: sequences of a micro-batch.
@@ -85,12 +99,12 @@ class StepWork(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Sequences of the step, of one rank."""
+        """Sequences of the step, of one data rank."""
         return self.micro_batch_size * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Tokens of the step, of one rank."""
+        """Tokens of the step, of one data rank."""
         return self.sequences * self.rows_per_sequence * self.seq_len
 
 
@@ -105,6 +119,7 @@ class Declaration:
 
     Attributes:
         section: the top-level section of the JSON that the technique reads.
+        is_number: the section is not an object but a number, and off if it is 1.
         optimizer_type: the value of `optimizer.type`; the technique then reads `optimizer.params`. Exactly one of the two is set.
         keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
@@ -122,6 +137,7 @@ class Declaration:
     """
 
     section: str = ""
+    is_number: bool = False
     optimizer_type: str = ""
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -142,8 +158,10 @@ class Declaration:
         """The section, or the type of the optimizer."""
         return self.section or self.optimizer_type
 
-    def is_on(self, section: dict[str, Any]) -> bool:
+    def is_on(self, section: Any) -> bool:
         """Whether `section` switches the technique on."""
+        if self.is_number:
+            return section not in (None, 1)
         values = (value for key, value in section.items() if key not in self.ignored)
         return bool(section.get("enabled", any(values) if self.off_without_values else True))
 
@@ -207,7 +225,7 @@ class Technique:
     #: For the MFU: the arithmetic of the matrix products; empty: that of the run.
     matmul_dtype: str = ""
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: Any, run: RunSettings):
         """Read `section`, which follows the rules of `declaration.keys`, and check its values against `run`.
 
         Raises:
@@ -226,7 +244,8 @@ class Technique:
 
         It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)` with (ranks, ...) received and (1,
         ...) sent, `all_to_all(received, sent, received_sizes=None, sent_sizes=None)`, both (ranks, ...) or, with sizes, part i of that many
-        rows, and `gather(value)` and `any(flag)` for Python values.
+        rows, `gather(value)` and `any(flag)` for Python values, and `group(size)`, the `size` consecutive ranks that this one belongs to,
+        with which `all_to_all` exchanges among these.
         """
 
     def on_step(self, step: int, work: StepWork) -> StepWork:
@@ -405,7 +424,7 @@ def steps_of_run(run: RunSettings, techniques: Techniques, stride: int = 1) -> I
     number, consumed = 1, 0
     while consumed < run.total_tokens:
         work = techniques.on_step(number, whole_step(run))
-        tokens = work.tokens * run.ranks
+        tokens = work.tokens * run.data_ranks
         repeats = min(stride, -(-(run.total_tokens - consumed) // tokens))
         for member in changing:
             stage = bisect_right(member.stages, number)

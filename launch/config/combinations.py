@@ -43,6 +43,8 @@ MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 ROUNDS_MOMENTS = "rounds Adam's moments on a resume in DeepSpeed 0.19.8"
 #: The reason for what would split the model or the sequences over the ranks.
 SHARE_DATA = "is for ranks that share a model, and these share the data only; stage 3 partitions a model that does not fit on a device"
+#: DeepSpeed's other ways to slices of sequences, wrong in silence at stage 3 (DeepSpeed#5248, #6582).
+ONE_WAY = 'is not supported; "sequence_parallel_size" alone gives the slices of a sequence to several ranks'
 Harmless = tuple[Any, ...]
 #: Values with which a key changes nothing: a switch that must be off, one that must be on, and a number of ranks.
 OFF: Harmless = (None, False, 0)
@@ -77,9 +79,8 @@ REFUSED: dict[str, tuple[Harmless, str]] = {
     "compile.deepcompile": (OFF, 'is not supported: "fused_kernels": "auto" compiles the blocks'),
     "weight_quantization": (ONE, "is for weights that are not trained, and this project trains all weights"),
     "expert_parallel.enabled": (OFF, SHARE_DATA),
-    "mesh_param": (ONE, SHARE_DATA),
+    "mesh_param": (ONE, ONE_WAY),
     "pipeline.stages": (ONE, SHARE_DATA),
-    "sequence_parallel_size": (ONE, SHARE_DATA),
     "tensor_parallel.autotp_size": (ONE, SHARE_DATA),
     "tensor_parallel.tp.tp_size": (ONE, SHARE_DATA),
 }
@@ -177,8 +178,6 @@ def check_combinations(ds_json: DeepSpeedJson, ranks: int, shape: ModelShape, cl
     ds_json.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
     values = ds_json.by_path()
     found = [(path, f"{why}; leave it out") for path, (harmless, why) in REFUSED.items() if values.get(path) not in harmless]
-    if values.get("data_parallel_size") not in (None, ranks):
-        found.append(("data_parallel_size", f"is not {ranks}, the run's ranks, and all of them share the data; leave it out"))
     for cls in claimed.values():  # sections of techniques, at the other places where DeepSpeed documents them
         found += [(path, f"is read at the top level only; move it to '{cls.declaration.section}'") for path in _elsewhere(values, cls)]
     if not ds_json.is_faulty("zero_optimization", "stage"):  # else the stage is unknown

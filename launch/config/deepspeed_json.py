@@ -267,6 +267,8 @@ def check_keys(ds_json: DeepSpeedJson, ours: Rules) -> None:
 
 def section_rule(technique: type[Technique]) -> Rule:
     """The rule of the section that `technique` reads; it may be `"auto"` if one of its keys may."""
+    if technique.declaration.is_number:
+        return {"types": ["integer"], "minimum": 1, "default": 1, "auto_is_default": True}
     keys = technique.declaration.keys
     auto = any(rule.get("auto") for rule in keys.values())
     return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **declared_rules(technique.declaration)}, "auto": auto}

@@ -96,10 +96,10 @@ WITHOUT_EFFECT = {
     "compile": "the keys are those of deepcompile, which is off",
     "weight_quantization": "this project trains all weights",
     **dict.fromkeys(
-        ("data_parallel_size", "expert_parallel", "mesh_param", "pipeline", "sequence_parallel_size", "tensor_parallel"),
+        ("data_parallel_size", "expert_parallel", "mesh_param", "pipeline", "tensor_parallel"),
         "the ranks share the data only",
     ),
-    "seq_parallel_communication_data_type": "the ranks share the data, not the sequences",
+    "seq_parallel_communication_data_type": "the gradients of all ranks are reduced alike",
     "use_data_before_expert_parallelism": "the model has no experts",
 }
 #: Keys that DeepSpeed reads from the JSON without a model (deepspeed/runtime/config.py).

@@ -92,7 +92,7 @@ def without_defaults(description: dict[str, Any]) -> dict[str, Any]:
     optimizer, sections = description.get("optimizer") or {}, description.get("techniques") or {}
     rules = {cls.declaration.section: cls.declaration.keys for cls in technique_classes()}
     params = _without_defaults(optimizer.get("params") or {}, _keys(optimizer.get("type")))
-    techniques = {name: _without_defaults(section, rules.get(name, {})) for name, section in sections.items()}
+    techniques = {name: _without_defaults(section, own) if (own := rules.get(name)) else section for name, section in sections.items()}
     kept = {key: value for key, value in description.items() if (key, value) != ("perturb_init", 0)}  # only earlier versions had it
     return kept | {"optimizer": optimizer | {"params": params}, "techniques": techniques}
 

@@ -30,7 +30,7 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import FP32_NAMES, RunSettings, Techniques, divisors, largest_divisor, steps_of_run
+from recipes.technique import FP32_NAMES, SEQUENCE_PARALLEL, RunSettings, Techniques, divisors, largest_divisor, steps_of_run
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -99,6 +99,11 @@ class RunConfig(RunValues, RunSettings):
         return self.global_batch_size * self.shape.seq_len
 
     @property
+    def ranks_in_words(self) -> str:
+        """What the batch is shared by."""
+        return f"{self.ranks} rank(s)" if self.ranks_per_row == 1 else f"{self.data_ranks} group(s) of {self.ranks_per_row} ranks"
+
+    @property
     def token_schedule(self) -> TokenSchedule | None:
         return token_schedule(self.scheduler, self.lr, self.tokens_per_step)
 
@@ -137,8 +142,8 @@ class RunConfig(RunValues, RunSettings):
             sampler,
             self.shape.seq_len,
             self.corpus.vocab_size,
-            collectives.rank,
-            collectives.world_size,
+            collectives.rank // self.ranks_per_row,
+            collectives.world_size // self.ranks_per_row,
             collectives.device,
         )
 
@@ -193,9 +198,10 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if (ds_json.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
             ds_json.fill(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
+    ranks_per_row = _ranks_per_row(ds_json, ranks)
     check_combinations(ds_json, ranks, shape, claimed)
     optimizer, lr = resolve_optimizer(ds_json, flags, preset)
-    global_batch, micro_batch, accumulation = _batch(ds_json, flags, preset, ranks)
+    global_batch, micro_batch, accumulation = _batch(ds_json, flags, preset, ranks // ranks_per_row)
     check_schedule(ds_json)
     steps, total_tokens, length_from = _length(ds_json, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(ds_json, flags, preset, lr, steps, total_tokens)
@@ -266,13 +272,12 @@ def _check_techniques(ds_json: DeepSpeedJson, config: RunConfig) -> RunConfig:
     """
     try:
         techniques = registry.make_techniques(config)  # each checks its own section when it is built
+        lengths = [one for one in techniques.members if one.declaration.changes_tokens or one.declaration.section == SEQUENCE_PARALLEL]
+        *_, end = steps_of_run(config, Techniques(lengths), stride=config.total_tokens)
     except ValueError as reasons:
         raise UsageError(*(_placed(ds_json, str(reason)) for reason in reasons.args)) from None
     what, _, _ = (config.profile or "").partition(":")
     cuda_only = {path: (0, 0) for path in CUDA_ONLY if value_at(config.ds_config, path.split("."))} | techniques.needs_cuda
-    *_, end = steps_of_run(
-        config, Techniques(one for one in techniques.members if one.declaration.changes_tokens), stride=config.total_tokens
-    )
     config = replace(
         config,
         steps_to_make=end.number + end.repeats - 1,
@@ -440,6 +445,19 @@ def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
     except ValueError as reason:
         given_flags = ", ".join(f"--{key} {str(value).lower()}" for key, value in given.items())
         raise UsageError(f"--preset {flags.preset} --architecture {flags.architecture} with {given_flags}: {reason}") from None
+
+
+def _ranks_per_row(ds_json: DeepSpeedJson, ranks: int) -> int:
+    """The number of consecutive ranks that read the same rows."""
+    size = int(ds_json.get(SEQUENCE_PARALLEL) or 1)
+    if ranks % size:
+        ds_json.fault(
+            (SEQUENCE_PARALLEL,), f"is {size}, which does not divide {ranks} rank(s); write a divisor, or start a multiple of {size} ranks"
+        )
+        return 1
+    if ds_json.get("data_parallel_size") not in (None, ranks // size):
+        ds_json.fault(("data_parallel_size",), f"is not {ranks // size}, the number of ranks that read different rows; leave it out")
+    return size
 
 
 def _key_or_flag(ds_json: DeepSpeedJson, key: str, flag: str) -> str:

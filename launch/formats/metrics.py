@@ -26,7 +26,8 @@ RUN_KEYS: Types = {
 }
 #: Those that earlier versions did not write, or that depend on the run.
 OPTIONAL_RUN_KEYS: Types = {
-    **dict.fromkeys(("optimizer.params", "techniques.*", "resumes.*"), (dict,)),
+    **dict.fromkeys(("optimizer.params", "resumes.*"), (dict,)),
+    "techniques.*": (dict, int),
     **dict.fromkeys(("resumes", "resumes.*.command", "corpus.sources", "machine.gpus"), (list,)),
     **dict.fromkeys(("flags", "resumes.*.flags"), (dict, NoneType)),  # `--resume FOLDER` reads them
     **dict.fromkeys(("folder", "resumes.*.folder"), (str, NoneType)),

@@ -66,6 +66,11 @@ class TrainingEngine:
     _micro_step: int = 0
 
     @property
+    def data_ranks(self) -> int:
+        """The ranks, or groups of ranks, that read different rows."""
+        return self.collectives.world_size // self.config.ranks_per_row
+
+    @property
     def notes(self) -> list[str]:
         """Lines for the log from the techniques and about the device, in addition to those of the configuration."""
         notes = [note for note in self.techniques.notes if note not in self.config.notes]
@@ -299,6 +304,8 @@ def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.ds_config}
+    # For DeepSpeed every rank has its own data.
+    deepspeed_config["train_batch_size"] = config.ds_config["train_batch_size"] * config.ranks_per_row
     for section in monitors.SECTIONS:  # the engine would write other rows, by samples
         deepspeed_config.pop(section, None)
     zero = config.ds_config["zero_optimization"]

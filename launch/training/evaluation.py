@@ -23,9 +23,9 @@ class Evaluation:
 
     def __init__(self, engine: TrainingEngine):
         self.engine, self.collectives = engine, engine.collectives
-        config, ranks = engine.config, engine.collectives
-        corpus, length = config.corpus, config.shape.seq_len
-        self.loader = Loader(corpus.val, None, length, corpus.vocab_size, ranks.rank, ranks.world_size, ranks.device)
+        config, corpus, length = engine.config, engine.config.corpus, engine.config.shape.seq_len
+        data_rank, device = engine.collectives.rank // config.ranks_per_row, engine.collectives.device
+        self.loader = Loader(corpus.val, None, length, corpus.vocab_size, data_rank, engine.data_ranks, device)
         self.all_windows = corpus.val.windows(length)
         self.windows = min(config.eval_batches * config.global_batch_size, self.all_windows)
         self.sources = corpus.names

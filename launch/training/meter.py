@@ -64,7 +64,7 @@ class Meter:
         Bytes that are sent between two steps, in evaluations and for checkpoints, belong to no step.
         """
         seconds = time.perf_counter() - self._step_start
-        rate = work.tokens * self.collectives.world_size / seconds
+        rate = work.tokens * self.engine.data_ranks / seconds
         metrics = {
             **self.engine.step_metrics(),
             "tokens_per_second": rate,
@@ -74,7 +74,7 @@ class Meter:
         }
         model = self.engine.config.model_config
         per_token = flops_per_token(model, work.seq_len, work.equivalent_blocks)
-        metrics["flops"] = per_token * work.tokens * self.collectives.world_size
+        metrics["flops"] = per_token * work.tokens * self.engine.data_ranks
         if work.equivalent_blocks is not None:
             metrics["skipped_flops"] = 1 - per_token / flops_per_token(model, work.seq_len)
         if self.peak_flops is not None:

@@ -51,7 +51,7 @@ class BatchSizeWarmup(Technique):
     )
 
     def __init__(self, section: dict[str, Any], run: RunSettings):
-        self.ranks, self.micro_batch_size = run.ranks, run.micro_batch_size
+        self.ranks, self.micro_batch_size = run.data_ranks, run.micro_batch_size
         start, increment, warmup_tokens = self._resolved(section, run)
         found = stages(start, increment, run.global_batch_size, warmup_tokens, run.shape.seq_len)
         self.stages, self._sizes = zip(*found, strict=True)
@@ -64,7 +64,7 @@ class BatchSizeWarmup(Technique):
 
     def _resolved(self, section: dict[str, Any], run: RunSettings) -> tuple[int, int, int]:
         """The three values. Raises ValueError, see `Technique.__init__`."""
-        given, full, ranks = without_auto(section), run.global_batch_size, run.ranks
+        given, full, ranks = without_auto(section), run.global_batch_size, run.data_ranks
 
         def check(key: str, wrong: bool, reason: str) -> None:
             if key in given and wrong:

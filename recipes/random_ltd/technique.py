@@ -86,7 +86,7 @@ class RandomLTD(Technique):
     declaration = Declaration(
         section="random_ltd",
         other_places=("data_efficiency.data_routing.random_ltd",),
-        exclusive=("which blocks see which tokens",),
+        exclusive=("which blocks see which tokens", "which tokens of a row a rank has"),
         ignored={
             "total_layer_num": "the blocks of the model are counted",
             "random_ltd_layer_num": "the blocks in random_ltd_layer_id are counted",

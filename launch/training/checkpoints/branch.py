@@ -162,7 +162,7 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
     for steps in steps_of_run(config, techniques):
         if steps.number > lines[-1]["step"]:
             break
-        planned += steps.work.sequences * config.ranks
+        planned += steps.work.sequences * config.data_ranks
         there = recorded.get(steps.number, {})
         for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
             if key not in there:

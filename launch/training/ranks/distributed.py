@@ -199,11 +199,21 @@ class Collectives:
         comm.all_reduce(tensor)
         return tensor
 
+    def group(self, size: int) -> Any:
+        """The process group of the `size` consecutive ranks, a divisor of all, that this rank belongs to. All ranks call this together."""
+        groups = [comm.new_group([*range(first, first + size)]) for first in range(0, self.world_size, size)]
+        return groups[self.rank // size]
+
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int] | None = None, sent_sizes: list[int] | None = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
+        group: Any = None,
     ) -> None:
         """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...). With sizes, part i of that many rows."""
-        comm.all_to_all_single(received, sent, received_sizes, sent_sizes)
+        comm.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
         if sent_sizes:  # what stays here need not be 1/N of it
             self.bytes_sent += (len(sent) / self.world_size - sent_sizes[self.rank]) * sent[:1].nbytes
 
