@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from model.gpt import GPT
+from model.layout import RowPart
 from tests.distributed.parity import (
     BATCH,
     FORMS,
     MODERN_TOLERANCE,
-    TECHNIQUES,
     expected,
     largest_difference,
     losses_of,
     section,
     technique_flags,
 )
+from tests.helpers import config_of, losses, refusal, rewind
 
+TRAINED = "tests.distributed.sequence_jobs:trained"
 #: (technique, model, form, ranks of a row, ranks, micro-batches)
 QUICK = [
     ("plain", "gpt2", "stage 0", 2, 2, 3),
@@ -31,26 +37,109 @@ EVERY = [
     for form in list(FORMS)[:4]
     for size, ranks, accumulation in ((2, 2, 3), (2, 4, 1), (4, 4, 1))
 ]
+#: (ranks of a row, ranks, stage) before and after the checkpoint.
+MOVES = [((2, 2, 3), (1, 1, 1)), ((2, 2, 1), (4, 4, 2)), ((1, 1, 0), (4, 4, 3)), ((2, 4, 2), (4, 4, 2))]
 
 
-def in_slices(name: str, data: Any, folder: Any, form: str, size: int, ranks: int, accumulation: int = 1, **more: Any) -> list[str]:
+def in_slices(
+    name: str, data: Path, folder: Path, form: str, size: int, ranks: int, accumulation: int = 1, *more: str, **options: Any
+) -> list[str]:
     """The flags of a run whose rows are cut into `size` slices."""
-    sharing = [*section("sequence_parallel_size", size), "--micro_batch_size", str(BATCH * size // ranks // accumulation)]
-    return technique_flags(name, data, folder, form, ranks, accumulation, **more) + sharing
+    sharing = [*section("sequence_parallel_size", size), "--micro_batch_size", str(BATCH * size // ranks // accumulation), *more]
+    sharing += section("zero_optimization.stage3_param_persistence_threshold", 1000) if form.startswith("stage 3") else []
+    return technique_flags(name, data, folder, form, ranks, accumulation, **options) + sharing
+
+
+def cells(every: list[tuple[Any, ...]], quick: list[tuple[Any, ...]]) -> list[Any]:
+    return [*quick, *(pytest.param(*cell, marks=pytest.mark.long) for cell in every if cell not in quick)]
+
+
+@pytest.fixture
+def data(request: pytest.FixtureRequest, name: str) -> Path:
+    return request.getfixturevalue("short_documents" if "no_cross_document" in name else "corpus")
 
 
 @pytest.mark.usefixtures("measured_text")
-@pytest.mark.parametrize(
-    ("name", "model", "form", "size", "ranks", "accumulation"),
-    [*QUICK, *(pytest.param(*cell, marks=pytest.mark.long) for cell in EVERY if cell not in QUICK)],
-)
-def test_losses_and_norms_are_those_of_plain_pytorch(name, model, form, size, ranks, accumulation, request, pools, tmp_path):
-    data = request.getfixturevalue("short_documents" if "no_cross_document" in name else "corpus")
-    run = in_slices(name, data, tmp_path, form, size, ranks, accumulation, model=model)
-    run += section("zero_optimization.stage3_param_persistence_threshold", 1000) if form.startswith("stage 3") else []
-    lines = pools.of(ranks).run(f"tests.distributed.jobs:{TECHNIQUES[name].job['job']}", flags=run)[0]
+@pytest.mark.parametrize(("name", "model", "form", "size", "ranks", "accumulation"), cells(EVERY, QUICK))
+def test_losses_norms_and_weights_are_those_of_one_rank(name, model, form, size, ranks, accumulation, data, pools, tmp_path):
+    flags = in_slices(name, data, tmp_path, form, size, ranks, accumulation, model=model)
+    (lines, weights), *others = pools.of(ranks).run(TRAINED, flags=flags)
     steps = expected(data, name, model)
     assert largest_difference([line["loss"] for line in lines], losses_of(steps)) <= MODERN_TOLERANCE
     assert lines[0]["grad_norm"] == pytest.approx(steps[0].norm, rel=1e-5)
-    assert [line["tokens"] for line in lines] == [BATCH * 32 * line["step"] for line in lines]
+    assert [line["tokens"] for line in lines] == [BATCH * 32 * (line["step"]) for line in lines]
     assert any(step.norm > 1.0 for step in steps), "what is clipped must show"
+    alone = pools.of(1).run(TRAINED, flags=technique_flags(name, data, tmp_path / "alone", form, 1, 3, model=model))[0][1]
+    assert max(float((weights[key] - alone[key]).abs().max()) for key in alone) <= 2e-5
+    assert all(torch.equal(theirs[key], weights[key]) for _, theirs in others for key in weights)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+def test_in_bf16_it_follows_one_rank(stage, corpus, pools, tmp_path):
+    form, half = f"stage {stage}", {"precision": "bf16"}
+    lines, alone = (
+        pools.of(ranks).run(TRAINED, flags=in_slices("plain", corpus, tmp_path / str(ranks), form, ranks, ranks, 1, **half))[0][0]
+        for ranks in (2, 1)
+    )
+    assert largest_difference(losses(lines), losses(alone)) <= 2e-3
+    assert lines[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=2e-3)
+
+
+@pytest.mark.parametrize(("before", "after"), cells(MOVES, MOVES[:1]))
+def test_a_run_moves_to_other_slices(before, after, corpus, pools, tmp_path):
+    """A resume with the same slices repeats the run bit for bit; with others it goes on as the unmoved run."""
+
+    def flags(size: int, ranks: int, stage: int, folder: str) -> list[str]:
+        saving = ("--save_every", "10", "--keep", "9", "--eval_every", "15")
+        return in_slices("plain", corpus, tmp_path / folder, f"stage {stage}", size, ranks, 1, *saving, model="qwen3")
+
+    def rewound(folder: str) -> None:
+        shutil.copytree(tmp_path / "before", tmp_path / folder)
+        rewind(tmp_path / folder / "r", 10)
+
+    unmoved, weights = pools.of(before[1]).run(TRAINED, flags=flags(*before, "before"))[0]
+    rewound("again")
+    again, weights_again = pools.of(before[1]).run(TRAINED, flags=[*flags(*before, "again"), "--resume"])[0]
+    assert losses(again) == losses(unmoved)
+    assert all(torch.equal(weights[key], weights_again[key]) for key in weights)
+    rewound("moved")
+    moved, moved_weights = pools.of(after[1]).run(TRAINED, flags=[*flags(*after, "moved"), "--resume"])[0]
+    assert losses(moved) == pytest.approx(losses(unmoved), abs=1e-5)
+    assert [line["val_loss"] for line in moved if "val_loss" in line] == pytest.approx(
+        [line["val_loss"] for line in unmoved if "val_loss" in line], abs=1e-5
+    )
+    assert max(float((weights[key] - moved_weights[key]).abs().max()) for key in weights) <= 2e-5
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_slice_without_a_target_is_counted_with_its_row(parts):
+    """The mean of the slices' losses is the loss of the row, wherever its targets are; a slice without any has the loss 0."""
+    model = GPT(config_of("gpt2", {"n_layer": 1, "n_head": 2, "d_model": 16, "seq_len": 16}, vocab_size=64))
+    tokens = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(1))
+    targets = tokens.roll(-1, dims=1)
+    targets[:, 16 // parts :] = -100
+    targets[0, :3] = -100
+    model.h[0].attn.attend = lambda q, k, v, mask, dropout: v.flatten(2)  # a token sees itself, so that a slice needs no other
+    whole = model(tokens, targets)
+    slices = []
+    for number in range(parts):
+        model.row_part = RowPart(number, parts)
+        slices.append(model(tokens, targets))
+    assert float(sum(slices) / parts) == pytest.approx(float(whole), rel=1e-6)
+    assert [float(loss) for loss in slices[1:]] == [0.0] * (parts - 1)
+    slices[-1].backward()
+    assert all(not parameter.grad.any() for parameter in model.h.parameters()), "a slice without targets has gradients, of 0"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "said"),
+    [
+        (6, section("sequence_parallel_size", 4), "sequence_parallel_size is 4, which does not divide 6 rank(s)"),
+        (6, section("sequence_parallel_size", 3), "which does not divide n_head, 4"),
+        (4, [*section("sequence_parallel_size", 4), "--seq_len", "34"], "which does not divide seq_len, 34"),
+        (4, section("sequence_parallel_size", 2) + section("data_parallel_size", 4), "data_parallel_size is not 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(ranks, flags, said, corpus):
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--preset", "nano", "--data", str(corpus), "--ranks", str(ranks)]
+    assert said in refusal(*run, "--global_batch_size", "12", *flags)
