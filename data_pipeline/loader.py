@@ -16,7 +16,10 @@ from data_pipeline.shards import Split
 
 
 class Loader:
-    """Batches of `split` for rank `rank` of `world_size`, on `device`. `sampler` orders the windows of `seq_len` + 1 tokens."""
+    """Batches of `split` for rank `rank` of `world_size`, on `device`. `sampler` orders the windows of `seq_len` + 1 tokens.
+
+    Ranks that share rows count as one.
+    """
 
     def __init__(
         self,

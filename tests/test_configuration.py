@@ -354,7 +354,7 @@ def test_every_key_that_deepspeed_reads_has_a_rule():
     DeepSpeedConfig(Recorder(train_batch_size=1))
     schema = deepspeed_schema()
     old, of_recipes = {"bfloat16"}, {cls.declaration.section for cls in technique_classes()}
-    of_initialize = {"data_parallel_size", "mesh_param", "sequence_parallel_size"}
+    of_initialize = {"data_parallel_size", "mesh_param"}
     assert looked_for - set(schema.removed) - old - of_recipes | of_initialize == set(schema.keys)
 
 

@@ -105,12 +105,12 @@ FAULTS = [
     ('weight_quantization={"quantized_initialization":{"num_bits":4}}', "is for weights that are not trained, and this project trains"),
     # ranks that share more than the data
     ("expert_parallel.enabled=true", "is for ranks that share a model, and these share the data only"),
-    ("mesh_param=[4,2]", "is for ranks that share a model, and these share the data only"),
+    ("mesh_param=[4,2]", 'is not supported; "sequence_parallel_size" alone gives the slices of a sequence to several ranks'),
     ("pipeline.stages=2", "is for ranks that share a model, and these share the data only"),
-    ("sequence_parallel_size=2", "is for ranks that share a model, and these share the data only"),
+    ("sequence_parallel_size=3", "is 3, which does not divide 2 rank(s); write a divisor, or start a multiple of 3 ranks"),
     ("tensor_parallel.autotp_size=4", "is for ranks that share a model, and these share the data only"),
     ("tensor_parallel.tp.tp_size=2", "is for ranks that share a model, and these share the data only"),
-    ("data_parallel_size=4", "is not 2, the run's ranks, and all of them share the data; leave it out"),
+    ("data_parallel_size=4", "is not 2, the number of ranks that read different rows; leave it out"),
     # two values that do not go together
     ("fp16.enabled=true bf16.enabled=true", "DeepSpeed refuses this: bfloat16 and fp16 modes cannot be simultaneously enabled"),
     ("zero2_bf16 zero_optimization.offload_optimizer.ratio=0.0 zero_optimization.stage=2", "DeepSpeed refuses this: Partial"),

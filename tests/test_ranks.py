@@ -175,7 +175,7 @@ def test_contradictions_are_one_line(environments, message, learnt):
 @pytest.mark.parametrize(
     ("environment", "ranks", "message"),
     [
-        ({}, 2, "--ranks 2, but RANK is not set: training on several ranks needs a launcher"),
+        ({}, 2, "the run has 2 ranks, but RANK is not set: training on several ranks needs a launcher"),
         ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2, but RANK is not set"),
         *((script, 1, "in a Slurm job of 2 tasks, .* start srun") for script in (BATCH_SCRIPT, SHELL | {"SLURM_NTASKS": "2"})),
     ],

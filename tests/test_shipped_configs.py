@@ -54,8 +54,9 @@ def test_a_file_is_complete_and_resolves(file, ranks, corpus):
     assert {"lr", "betas", "eps", "weight_decay"} <= set(spelled_out["optimizer"]["params"])
     assert set(spelled_out["scheduler"]["params"]) == set(TOKEN_SCHEDULES[spelled_out["scheduler"]["type"]])
     assert "stage" in spelled_out["zero_optimization"]
+    ranks = max(ranks, spelled_out.get("sequence_parallel_size", 1))
     config, _ = resolve(["--deepspeed_config", str(file), *recipe_flags(file), "--data", str(corpus)], ranks=ranks)
-    assert config.micro_batch_size * config.gradient_accumulation_steps * ranks == config.global_batch_size
+    assert config.micro_batch_size * config.gradient_accumulation_steps * config.data_ranks == config.global_batch_size
     assert "auto" not in json.dumps([config.ds_config, config.optimizer, config.scheduler])
 
 

@@ -309,7 +309,7 @@ def test_a_wrong_json_ends_the_command_with_a_line_for_each_fault(command, confi
 def test_a_mistake_is_one_line_of_local_rank_0(command, config):
     missing = "error: --data data/stdlib: no such corpus; prepare one with: python data_pipeline/prepare.py --source"
     assert command(*config[:2]).startswith(missing)
-    assert "--ranks 2" in command(*config, "--ranks", "2")
+    assert "the run has 2 ranks" in command(*config, "--ranks", "2")
     ranks = {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert "--steps" in command(*config, "--steps", "0", **ranks)
 

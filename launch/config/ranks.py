@@ -83,7 +83,7 @@ def require_launcher(ranks: int) -> None:
     """Refuse to train on one rank where the run is to have several.
 
     Args:
-        ranks: of the resolved configuration: WORLD_SIZE, or `--ranks`.
+        ranks: of the resolved configuration.
 
     Raises:
         UsageError: no launcher started this process, and `ranks` or Slurm asks for more than one.
@@ -91,7 +91,7 @@ def require_launcher(ranks: int) -> None:
     if "RANK" in os.environ:
         return
     if ranks > 1:
-        asked = f"the environment variable WORLD_SIZE is {ranks}" if "WORLD_SIZE" in os.environ else f"--ranks {ranks}"
+        asked = f"the environment variable WORLD_SIZE is {ranks}" if "WORLD_SIZE" in os.environ else f"the run has {ranks} ranks"
         raise UsageError(f"{asked}, but RANK is not set: training on several ranks needs a launcher; start deepspeed --num_gpus {ranks}")
     # Slurm sets SLURM_NTASKS in the batch script and in the shell of `salloc` too.
     if _task() is None and (tasks := _number("SLURM_NTASKS", 1)) > 1:

@@ -173,7 +173,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 
     Args:
         argv: the flags of `launch/pretrain.py`.
-        ranks: how many ranks the launcher started; default: WORLD_SIZE, else `--ranks`, else 1.
+        ranks: how many ranks the launcher started; default: WORLD_SIZE, else `--ranks`, else as many as share a row.
 
     Raises:
         UsageError: every fault of the file, a line each, or the first of the flags.
@@ -198,6 +198,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if (ds_json.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
             ds_json.fill(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
+    ranks = ranks or ds_json.get(SEQUENCE_PARALLEL) or 1
     ranks_per_row = _ranks_per_row(ds_json, ranks)
     check_combinations(ds_json, ranks, shape, claimed)
     optimizer, lr = resolve_optimizer(ds_json, flags, preset)
@@ -421,11 +422,11 @@ def _origins(ds_json: DeepSpeedJson, flags: argparse.Namespace) -> dict[str, str
     return left_open | flags.origins | launched | ds_json.origins()
 
 
-def _ranks(flags: argparse.Namespace) -> int:
-    """The number of ranks: the launcher's, else `--ranks`, else 1."""
+def _ranks(flags: argparse.Namespace) -> int | None:
+    """The number of ranks: the launcher's, else `--ranks`, which may be left out."""
     launched = os.environ.get("WORLD_SIZE")
     if launched is None:
-        return flags.ranks or 1
+        return flags.ranks
     if not launched.isdecimal() or int(launched) < 1:
         raise UsageError(f"the environment variable WORLD_SIZE is {launched!r}: it must be the number of ranks, or not set")
     if flags.ranks not in (None, int(launched)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -57,7 +57,8 @@ def exchanging(attend: Attend, exchange: Exchange, ranks: int) -> Attend:
         slices = y.unflatten(1, (ranks, -1)).movedim(1, 0)  # (N, B, T / N, n_head / N d_head): part i is slice i of the row
         return _Exchanged.apply(slices, exchange).movedim(0, 2).flatten(2)  # part i has the heads of rank i: (B, T / N, n_head d_head)
 
-    return attend_slices
+    # A compiled block is cut here: DeepSpeed's collectives cannot be traced.
+    return cast("Attend", torch.compiler.disable(attend_slices))
 
 
 class SequenceParallel(Technique):
