@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from launch.errors import UsageError
 from launch.training.checkpoints.checkpoint import Checkpoints
+from model import accounting
 from tests.distributed.jobs import pretrain
 
 #: Beside the checkpoints, in the run's folder.
@@ -37,6 +39,12 @@ def pretrain_and_keep(runs: list[list[str]]) -> list[str]:
         return [_refusal(flags) for flags in runs]
     finally:
         Checkpoints.save = save  # type: ignore[method-assign]
+
+
+def pretrain_and_keep_without_mask(runs: list[list[str]]) -> list[str]:
+    """`pretrain_and_keep` as if every row were too long for a dense mask of documents."""
+    with mock.patch.object(accounting, "DENSE_LENGTH", 0):
+        return pretrain_and_keep(runs)
 
 
 def _refusal(flags: list[str]) -> str:
