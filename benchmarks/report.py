@@ -144,18 +144,20 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def interleave(sides: dict[str, Callable[[], Any]], rounds: int, warm_up: int) -> dict[str, list[float]]:
+def interleave(
+    sides: dict[str, Callable[[], Any]], rounds: int, warm_up: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each side in each of `rounds` rounds, after `warm_up` rounds that are not counted. The order of the sides rotates."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(warm_up + rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            start = time.perf_counter()
+            start = clock()
             sides[name]()
             if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: times[warm_up:] for name, times in seconds.items()}
 
 

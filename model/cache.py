@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from model.gpt import GPT, Block
 from model.layout import document_starts
 
+#: Tokens that are computed at a time, so that the mask of a long text has at most this times its length elements.
+PIECE = 1024
+
 
 class KVCache:
     """The logits of the token that follows a text: a `model.sampling.NextLogits`.
@@ -39,6 +42,9 @@ class KVCache:
         shared = min(len(window) - 1, len(self._window))  # the last token is always computed
         start = next((i for i in range(shared) if window[i] != self._window[i]), shared)
         end, device = len(window), self._kept.device
+        for stop in range(start + PIECE, end, PIECE):
+            self(window[:stop])
+            start = stop
         tokens, index = torch.tensor([window], device=device), torch.arange(end, device=device)  # (1, end), (end,)
         starts = torch.zeros_like(tokens) if config.document_end is None else document_starts(tokens, config.document_end)  # (1, end)
         positions = (index - starts)[:, start:]  # (1, T), T = end - start

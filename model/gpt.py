@@ -28,11 +28,11 @@ from torch import nn
 
 from model.accounting import LOSS_ROWS
 from model.layers import INIT_STD, Embedding, Linear
-from model.layout import Layout, Rotation, RowPart, document_mask, document_starts, rotate, rotation_at
+from model.layout import Documents, Layout, Mask, Rotation, RowPart, document_mask, document_starts, rotate, rotation_at
 from model.presets import GPTConfig, ModelShape
 
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask | None, float], torch.Tensor]
 Rotate = Callable[[torch.Tensor, torch.Tensor, Rotation | None], tuple[torch.Tensor, torch.Tensor]]
 HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -90,14 +90,16 @@ NORMS: dict[str, Callable[[int, ModelShape], nn.Module]] = {
 MLPS: dict[str, Callable[[], nn.Module]] = {"gelu": lambda: nn.GELU(approximate="tanh"), "swiglu": SwiGLU}
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, dropout: float) -> torch.Tensor:
     """Causal self-attention by torch's best kernel for the device: q (B, T, n_head, d_head) -> (B, T, n_head d_head).
 
     Args:
         k, v: (B, T, n_kv_head, d_head); each of their heads serves n_head / n_kv_head consecutive query heads.
-        mask: added to the scores instead of the causal mask, (B, 1, T, T); None for the causal mask.
+        mask: None for the causal mask over whole rows.
         dropout: probability, for the attention probabilities.
     """
+    if isinstance(mask, Documents):
+        return attend_in_documents(q, k, v, mask, dropout)
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # On CUDA only the flash kernel supports grouped heads, and only in bf16 or fp16 and without a mask.
         k, v = with_heads(k, q.shape[2]), with_heads(v, q.shape[2])
@@ -105,6 +107,24 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T, heads, d_head) -> (B, heads, T, d_head), views
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped)
     return y.transpose(1, 2).flatten(2)  # (B, n_head, T, d_head) -> (B, T, n_head d_head)
+
+
+def attend_in_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float) -> torch.Tensor:
+    """`attend` without a mask: one call for each document, or one for all by the kernel for variable lengths that torch has on CUDA."""
+    rows = q.shape[:2]
+    q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # (B, T, heads, d_head) -> (B T, heads, d_head)
+    if q.is_cuda and q.dtype != torch.float32 and not dropout and q.shape[2] % 8 == 0 and torch.cuda.get_device_capability() >= (8, 0):
+        from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, two seconds
+
+        bounds, longest = documents.bounds.int(), max(documents.lengths)
+        k, v = (with_heads(part[None], q.shape[1])[0] for part in (k, v))
+        y = cast("torch.Tensor", varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0)))  # (-1, 0): causal
+        y = y.flatten(1)
+    else:
+        # `split`, because the gradient of a slice would be as large as all tokens.
+        each = zip(*(part[None].split(documents.lengths, dim=1) for part in (q, k, v)), strict=True)
+        y = torch.cat([attend(q, k, v, None, dropout)[0] for q, k, v in each if q.shape[1]])
+    return y.unflatten(0, rows)  # (B T, n_head d_head) -> (B, T, n_head d_head)
 
 
 def with_heads(x: torch.Tensor, n_head: int) -> torch.Tensor:

@@ -1,33 +1,74 @@
-"""The inputs of attention that all blocks of a forward pass share: the mask of documents, and the rotation of positions.
+"""The inputs of attention that all blocks of a forward pass share: the documents, and the rotation of positions.
 
 `GPT.forward` makes a `Layout` for each pass and gives it to every attention layer.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+
+from model import accounting
 
 #: Cosines and sines of the angles by which queries and keys are rotated, each (1 or B, T, 1, d_head / 2).
 Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The boundaries of documents, which attention does not cross, in rows (B, T): a mask without T x T elements.
+
+    Attributes:
+        bounds: the index among the B T tokens at which each of N documents begins, and B T: int64 (N + 1,), ascending.
+        row_length: T.
+    """
+
+    bounds: torch.Tensor
+    row_length: int
+
+    @classmethod
+    def beginning_at(cls, starts: torch.Tensor) -> Documents:
+        """starts: from `document_starts`, (B, T)."""
+        rows, length = starts.shape
+        first = (starts == torch.arange(length, device=starts.device)).flatten().nonzero()[:, 0]
+        return cls(F.pad(first, (0, 1), value=rows * length), length)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document. Waits for the device, but only once for all blocks and their recomputation."""
+        return self.bounds.diff().tolist()
+
+    def at(self, tokens: torch.Tensor) -> Documents:
+        """The documents of rows that keep only the tokens with these indices, int64 (r,), ascending. One without tokens has length 0."""
+        row, start = self.bounds // self.row_length, self.bounds % self.row_length
+        return Documents(row * len(tokens) + torch.searchsorted(tokens, start), len(tokens))
+
+
+#: A tensor (B, 1, T, T) that is added to the scores and includes the causal mask, or the documents within which attention is causal.
+Mask = torch.Tensor | Documents
 
 
 class Layout(NamedTuple):
     """The layout of the rows (B, T) of a forward pass.
 
     Attributes:
-        mask: added to the scores instead of the causal mask, (B, 1, T, T); None for the causal mask.
+        mask: None for the causal mask over whole rows.
         rotation: of the tokens' positions; None if positions are in the activations already.
     """
 
-    mask: torch.Tensor | None = None
+    mask: Mask | None = None
     rotation: Rotation | None = None
 
     def at(self, tokens: torch.Tensor) -> Layout:
         """The layout of rows that keep only the tokens with these indices, int64 (r,), ascending. They keep their positions."""
         mask, rotation = self
-        if mask is not None:
+        if isinstance(mask, Documents):
+            mask = mask.at(tokens)
+        elif mask is not None:
             mask = mask.index_select(2, tokens).index_select(3, tokens)  # (B, 1, T, T) -> (B, 1, r, r)
         if rotation is not None:
             cos, sin = rotation
@@ -53,13 +94,15 @@ def document_starts(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
     return torch.where(tokens.roll(1, dims=1) == document_end, index, 0).cummax(dim=1).values
 
 
-def document_mask(starts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The attention mask with which a token attends to its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf.
+def document_mask(starts: torch.Tensor, dtype: torch.dtype) -> Mask:
+    """The mask with which a token attends to its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf, or `Documents` of long rows.
 
     Args:
         starts: from `document_starts`.
         dtype: of the queries. A boolean mask would be converted in every block, and each copy kept for the backward pass.
     """
+    if starts.shape[1] > accounting.DENSE_LENGTH:
+        return Documents.beginning_at(starts)
     index = torch.arange(starts.shape[1], device=starts.device)
     hidden = (index < starts.unsqueeze(-1)) | (index > index.unsqueeze(-1))  # (T,) with (B, T, 1), and with (T, 1) -> (B, T, T)
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.config.explain import explain
 from launch.config.run_config import resolve
-from model import gpt
+from model import accounting, gpt
 from model.gpt import GPT
-from model.layout import Layout, document_mask, document_starts
+from model.layout import Documents, Layout, document_mask, document_starts
 from model.presets import ARCHITECTURES, GPTConfig
 from recipes.activation_checkpointing.technique import ActivationCheckpointing
+from recipes.fused_kernels.attention import blockwise_attention
 from tests.helpers import config_of, generate
 
 END = 3
@@ -48,6 +50,13 @@ def rows(*documents: list[int]) -> torch.Tensor:
     return torch.tensor([[token for one in documents for token in one]])
 
 
+@pytest.fixture(params=["dense mask", "boundaries"])
+def form(request, monkeypatch) -> None:
+    """Both forms of a mask of documents."""
+    if request.param == "boundaries":
+        monkeypatch.setattr(accounting, "DENSE_LENGTH", 0)
+
+
 def test_starts_and_mask_of_a_row_by_hand():
     tokens = torch.tensor([[7, END, END, 8, 9], [END, 7, 8, 9, END]])
     starts = document_starts(tokens, END)
@@ -59,6 +68,76 @@ def test_starts_and_mask_of_a_row_by_hand():
     assert set(mask.flatten().tolist()) == {0.0, -torch.inf}
 
 
+def test_boundaries_of_rows_by_hand():
+    tokens = torch.tensor([[7, END, END, 8, 9], [END, 7, 8, 9, END]])
+    documents = Documents.beginning_at(document_starts(tokens, END))
+    assert documents.lengths == [2, 1, 2, 1, 4]
+    kept = documents.at(torch.tensor([1, 3, 4]))
+    assert (kept.lengths, kept.row_length) == ([1, 0, 2, 0, 3], 3)
+    assert kept.at(torch.tensor([0, 2])).lengths == [1, 0, 1, 0, 2]
+
+
+@pytest.mark.parametrize(("length", "kind"), [(accounting.DENSE_LENGTH, torch.Tensor), (accounting.DENSE_LENGTH + 1, Documents)])
+def test_only_long_rows_have_no_dense_mask(length, kind):
+    assert isinstance(document_mask(torch.zeros(1, length, dtype=torch.int64), torch.float32), kind)
+
+
+def qkv_of(length: int, heads: tuple[int, int, int] = (4, 2, 2)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(2, length, n, 16, generator=generator, requires_grad=True) for n in heads]
+
+
+def some_starts(length: int) -> torch.Tensor:
+    """Two rows: short documents and the rest, and two halves."""
+    tokens = torch.ones(2, length, dtype=torch.int64)
+    tokens[0, [3, 4, length // 5, length // 3]] = tokens[1, length // 2] = 0
+    return document_starts(tokens, 0)
+
+
+@pytest.mark.parametrize("attend", [gpt.attend, blockwise_attention])
+def test_boundaries_give_what_the_dense_mask_gives(attend, monkeypatch, device):
+    """At 1,024 tokens, and of those that random-LTD keeps; with shared heads."""
+    found, starts, kept = [], some_starts(1024).to(device), torch.randperm(1024, generator=torch.Generator().manual_seed(1))[:700]
+    for dense_length in (1024, 0):
+        monkeypatch.setattr(accounting, "DENSE_LENGTH", dense_length)
+        mask = document_mask(starts, torch.float32)
+        for part in (Layout(mask), Layout(mask).at(kept.sort().values.to(device))):
+            length = 700 if part.mask is not mask else 1024
+            qkv = [one.detach().to(device).requires_grad_() for one in qkv_of(length)]
+            y = attend(*qkv, part.mask, 0.0)
+            y.square().sum().backward()
+            found.append([y.detach(), *(one.grad for one in qkv)])
+    for ours, expected in zip(found[2] + found[3], found[0] + found[1], strict=True):
+        assert (ours - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for one in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(one, torch.Tensor):
+                self.elements = max(self.elements, one.numel())
+        return found
+
+
+@pytest.mark.parametrize("attend", [gpt.attend, blockwise_attention])
+def test_no_tensor_of_long_rows_has_t_x_t_elements(attend):
+    """Of a training step on 4,096 tokens: one document, and many."""
+    T = 4096
+    model = GPT(config_of("qwen3", {"n_layer": 1, "n_head": 1, "d_model": 16, "seq_len": T}, vocab_size=20, document_end=END))
+    model.h[0].attn.attend = attend
+    for documents in ([document(T, 1)], [document(T // 16, seed) for seed in range(16)]):
+        tokens = rows(*documents) % 20
+        with Largest() as largest:
+            model(tokens, tokens).backward()
+        assert largest.elements <= T * T / 8
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_logits_of_a_document_are_those_of_the_document_alone(device, architecture):
     config = CONFIGS[architecture]
@@ -78,6 +157,7 @@ def test_logits_of_a_document_are_those_of_the_document_alone(device, architectu
             assert (crossing - torch.cat(alone)).abs().max() > 0.1, "a model in which attention does not matter shows nothing"
 
 
+@pytest.mark.usefixtures("form")
 def test_the_loss_of_a_later_document_has_no_gradient_at_earlier_ones(device):
     model, embedded = model_of(device=device), []
     model.wte.register_forward_hook(lambda module, inputs, output: (output.retain_grad(), embedded.append(output))[0])
@@ -96,6 +176,7 @@ def gradients(model: GPT) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("section", [{}, {"number_checkpoints": 2}, {"number_checkpoints": 1, "cpu_checkpointing": True}], ids=str)
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_blocks_that_are_computed_again_are_computed_under_their_own_layout(section, architecture):
@@ -193,3 +274,15 @@ def test_the_plan_of_memory_has_the_mask_once(precision, corpus):
     assert within["activations"] - without["activations"] == mask
     assert within["checkpointed_activations"] - without["checkpointed_activations"] == mask
     assert within["peak"] - without["peak"] == mask
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_plan_of_long_rows_has_no_mask(precision, corpus):
+    """One kernel runs bf16 on CUDA; else each block keeps the output of attention twice, of every document and of all."""
+    file = ["--deepspeed_config", f"ds_configs/zero1_{precision}.json", "--preset", "nano", "--seq_len", "4096", "--micro_batch_size", "1"]
+    for device in ("cpu", "cuda"):
+        without, within = (
+            explain(resolved(corpus, *file, *flags))["memory_per_rank"][device]["activations"] for flags in ([], ["--no_cross_document"])
+        )
+        shape, twice = resolved(corpus, *file).model_config, precision == "fp32" or device == "cpu"
+        assert within - without == twice * shape.n_layer * 4096 * shape.d_model * {"bf16": 2, "fp32": 4}[precision]

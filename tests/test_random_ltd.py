@@ -66,8 +66,8 @@ def test_a_draw_leaves_the_global_generator_alone():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("document_end", [None, 5])
-def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_end, architecture):
+@pytest.mark.parametrize(("document_end", "dense"), [(None, True), (5, True), (5, False)])
+def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_end, dense, architecture):
     """In fp64, against attention written out over all tokens of which the dropped ones are hidden, with and without a documents' mask.
 
     Rotary positions are those in the row, or in the document.
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_
     import torch
 
     from model.gpt import GPT
-    from model.layout import Layout, document_mask, document_starts
+    from model.layout import Documents, Layout, document_mask, document_starts
 
     torch.manual_seed(0)
     sizes = {"n_layer": 1, "n_head": 2, "d_model": 8, "seq_len": 12}
@@ -105,7 +105,8 @@ def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_
         return out
 
     def dropping(x: torch.Tensor) -> torch.Tensor:
-        block.attn.layout = layout = Layout(None if document_end is None else mask, rotation)
+        documents = mask if dense else Documents.beginning_at(starts)
+        block.attn.layout = layout = Layout(None if document_end is None else documents, rotation)
         out = run_on(block, x, kept_tokens)
         assert block.attn.layout is layout, "the layout is there for the next block"
         block.attn.layout = Layout()

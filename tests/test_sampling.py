@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from model import cache as cache_of_model
 from model.cache import KVCache
 from model.gpt import GPT
 from model.presets import ARCHITECTURES, GPTConfig
@@ -40,16 +41,22 @@ def seeded(seed: int) -> torch.Generator:
 
 @pytest.mark.parametrize("ends", [[16], list(range(1, 17)), [5, 6, 7, 11, 16], [1, 16], [9, 4, 12, 12]], ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_the_logits_are_those_of_the_whole_text(config, ends):
-    """Read in parts; the last list also goes back to an earlier length, and repeats one."""
-    model = model_of(config)
+@pytest.mark.parametrize("piece", [3, 1024])
+def test_the_logits_are_those_of_the_whole_text(config, ends, piece, monkeypatch):
+    """Read in parts, at most `piece` tokens at a time; the last list also goes back to an earlier length, and repeats one."""
+    monkeypatch.setattr(cache_of_model, "PIECE", piece)
+    model, rows = model_of(config), []
+    model.h[0].ln_1.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[1]))
     tokens = torch.randint(0, 100, (3, 16), generator=torch.Generator().manual_seed(1))
     tokens[0, 4] = tokens[0, 5] = tokens[1, 0] = tokens[2, 15] = END
     tokens[2, :3] = tokens[1, :3]
     cache = KVCache(model)
     for row in tokens:
         for end in ends:
-            torch.testing.assert_close(cache(row[:end].tolist()), model(row[None, :end])[0, -1], rtol=0, atol=TOLERANCE)
+            rows.clear()
+            found = cache(row[:end].tolist())
+            assert max(rows) <= piece
+            torch.testing.assert_close(found, model(row[None, :end])[0, -1], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, 20, 0.9)], ids=["greedy", "sampled"])

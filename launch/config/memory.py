@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU, deepspeed_schema
 from launch.config.optimizer import state_tensors
 from launch.formats.sub_groups import sub_group_sizes
+from model import accounting
 from model.accounting import LOSS_ROWS, WIDTH, model_tensors
 from model.presets import NORM_SIZES, GPTConfig
 from recipes import registry
@@ -147,6 +148,15 @@ class MemoryInputs:
     @property
     def tokens(self) -> int:
         return self.run.micro_batch_size * self.model.seq_len
+
+    @property
+    def documents(self) -> str:
+        """How attention stays within documents (`model.layout.document_mask`, `model.gpt.attend_in_documents`)."""
+        if self.model.document_end is None:
+            return ""
+        if self.model.seq_len <= accounting.DENSE_LENGTH:
+            return "in a mask"
+        return "one by one" if self.device == "cpu" or self.run.precision == "fp32" or self.model.dropout else "in one call"
 
     @property
     def unit(self) -> int:
@@ -315,8 +325,8 @@ def _elsewhere(rank: MemoryInputs) -> Iterator[Term]:
 def _activations(rank: MemoryInputs) -> Iterator[Term]:
     """The embedding, the blocks and the last norm. A checkpointed segment of blocks keeps only its input."""
     model, block = rank.model, _block_activations(rank)
-    # If attention stays within documents: B T^2 elements, shared by all blocks until the end of their backward pass.
-    mask = rank.tokens * model.seq_len * rank.w if model.document_end is not None else 0
+    # B T^2 elements, shared by all blocks until the end of their backward pass.
+    mask = rank.tokens * model.seq_len * rank.w if rank.documents == "in a mask" else 0
     saved = 2 * rank.unit + mask  # the sum of the embeddings, the last norm's output
     if model.dropout:
         saved += rank.unit if rank.device == "cpu" else rank.unit // rank.w
@@ -357,6 +367,8 @@ def _block_activations(rank: MemoryInputs) -> int:
         elements -= model.d_model  # of the residual stream, only the norm's fp32 copy is saved
     if device == "cuda" and k < q and (not halves or model.document_end is not None):
         elements += 2 * q  # `model.gpt.attend` repeats keys and values
+    if rank.documents == "one by one" and "attention" not in rank.replaced:
+        elements += q  # the output of each document, and that of all of them
     size = tokens * elements * w + rank.replaced.get("attention", tokens * model.n_head * FP32)
 
     def norm(name: str, rows: int, width: int) -> int:

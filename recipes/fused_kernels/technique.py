@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from model import accounting
 from model.gpt import GPT, Block
 from model.presets import GPTConfig
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
@@ -109,7 +110,7 @@ class FusedKernels(Technique):
         w, B, T = 4 if self.run.precision == "fp32" else 2, self.run.micro_batch_size, model.seq_len
         terms = {}
         if self.asked["attention"] and device == "cpu" and not model.dropout:
-            pairs = sum((end - start) * end for start, end in attention_blocks(T))  # of queries and keys
+            pairs = sum((end - start) * end for start, end, _, _ in attention_blocks([T]))  # of queries and keys
             terms["attention"] = B * model.n_head * pairs * w if T <= KEPT_LENGTH else 0
         if self.asked["cross_entropy"]:
             tokens, V, C = B * T, model.padded_vocab_size, model.d_model
@@ -198,7 +199,9 @@ class FusedKernels(Technique):
             if self.device == "cpu" and not self._has_unfused():
                 return self._skip("compile", "on a CPU it is not faster than the other kernels for this model")
             return self._skip("compile", f"it needs {_lacking_to_compile() or 'triton, which is not installed'}")
-        for block in model.h:
+        for block in cast("Iterable[Block]", model.h):
+            if model.config.document_end is not None and model.config.seq_len > accounting.DENSE_LENGTH:
+                block.attn.attend = torch.compiler.disable(block.attn.attend)  # the lengths of documents would be constants of a graph
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from model.gpt import Attend, with_heads
-from model.layout import RowPart
+from model.layout import Mask, RowPart
 from recipes.technique import SEQUENCE_PARALLEL, Declaration, RunSettings, StepWork, Technique
 
 #: Exchanges part i of (N, ...) with rank i of the group.
@@ -47,7 +47,7 @@ def exchanging(attend: Attend, exchange: Exchange, ranks: int) -> Attend:
     d_head). `ranks` divides n_head. Heads of keys and values are repeated until `ranks` divides them too.
     """
 
-    def attend_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    def attend_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, dropout: float) -> torch.Tensor:
         shared = math.lcm(k.shape[2], ranks)
         parts = [x.unflatten(2, (ranks, -1)) for x in (q, with_heads(k, shared), with_heads(v, shared))]  # (B, T / N, N, heads / N, d_head)
         sent = torch.cat(parts, dim=3).movedim(2, 0)  # (N, B, T / N, all heads / N, d_head): part i has the heads of rank i

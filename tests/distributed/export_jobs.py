@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from launch.errors import UsageError
 from launch.training.checkpoints.checkpoint import Checkpoints
+from model import accounting
+from model.layout import Documents
 from tests.distributed.jobs import pretrain
 
 #: Beside the checkpoints, in the run's folder.
@@ -37,6 +40,15 @@ def pretrain_and_keep(runs: list[list[str]]) -> list[str]:
         return [_refusal(flags) for flags in runs]
     finally:
         Checkpoints.save = save  # type: ignore[method-assign]
+
+
+def pretrain_and_keep_without_mask(runs: list[list[str]]) -> list[str]:
+    """`pretrain_and_keep` as if every row were too long for a dense mask of documents."""
+    boundaries = mock.patch.object(Documents, "beginning_at", wraps=Documents.beginning_at)
+    with mock.patch.object(accounting, "DENSE_LENGTH", 0), boundaries as made:
+        refused = pretrain_and_keep(runs)
+    assert made.call_count > 0
+    return refused
 
 
 def _refusal(flags: list[str]) -> str:

@@ -9,9 +9,10 @@ import torch
 
 from launch.config.memory import memory_per_rank
 from launch.config.run_config import resolve
+from model import accounting
 from model.accounting import parameter_count
 from model.gpt import GPT
-from model.layout import Layout
+from model.layout import Documents, Layout
 from tests.helpers import config_of
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
@@ -24,15 +25,21 @@ def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
     return [*run, "--eval_every", "0", "--save_every", "0", *more]
 
 
-@pytest.mark.parametrize(("architecture", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0), ("qwen3", 0.0)])
+@pytest.mark.parametrize(
+    ("architecture", "dropout", "end"),
+    [("gpt2", 0.0, None), ("gpt2", 0.1, None), ("llama", 0.0, None), ("qwen3", 0.0, None), ("gpt2", 0.0, 1), ("llama", 0.0, 1)],
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_activations_of_a_block_are_what_autograd_saves(precision, architecture, dropout):
+def test_the_activations_of_a_block_are_what_autograd_saves(precision, architecture, dropout, end, monkeypatch):
+    """With `end`, of rows of documents that are too long for a dense mask."""
+    monkeypatch.setattr(accounting, "DENSE_LENGTH", 0)
     sizes = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 48, "dropout": dropout}
-    model, B = config_of(architecture, sizes, vocab_size=100), 2
+    model, B = config_of(architecture, sizes, vocab_size=100, document_end=end), 2
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     whole = GPT(model).to(dtype)
     block = whole.h[0]
-    block.attn.layout = Layout(None, whole.wpe.rotation(torch.arange(48), dtype))
+    documents = Documents(torch.tensor([0, 20, 48, 96]), 48) if end else None
+    block.attn.layout = Layout(documents, whole.wpe.rotation(torch.arange(48), dtype))
     x = torch.randn(B, 48, 64, dtype=dtype, requires_grad=True)
     saved: dict[int, int] = {}
 

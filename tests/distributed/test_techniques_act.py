@@ -9,10 +9,12 @@ import torch
 
 from data_pipeline.loader import Loader
 from data_pipeline.shards import open_corpus
+from launch.formats.metrics import read_metrics
 from model.gpt import GPT
 from model.presets import GPTConfig
 from recipes.fused_kernels.technique import FUSED_BY_COMPILE
-from tests.distributed.parity import CHECKPOINTED, LR, SEED, SIZES, SMALL, flags, section, technique_flags
+from tests.distributed.export_jobs import LIVE
+from tests.distributed.parity import CHECKPOINTED, COMPILED, LR, SEED, SIZES, SMALL, flags, section, technique_flags
 from tests.distributed.reference import document_by_document
 from tests.helpers import losses
 
@@ -60,6 +62,30 @@ def test_documents_are_evaluated_one_by_one_too(two_ranks, short_documents, tmp_
         expected = document_by_document(untrained, windows, corpus.eot_id)
     assert lines[0]["val_loss"] == pytest.approx(float(expected), abs=1e-5)
     assert json.loads((tmp_path / "r/run.json").read_text())["no_cross_document"] is True
+
+
+FUSED = section("fused_kernels.attention", True)
+WITHOUT_MASK = [
+    ("no_cross_document", "gpt2", "stage 3", CHECKPOINTED, ()),
+    *(("no_cross_document", "qwen3", f"stage {stage}", CHECKPOINTED, long) for stage in (1, 3)),
+    *(("no_cross_document", "llama", f"stage {stage}", [*FUSED, *CHECKPOINTED], long) for stage in range(4)),
+    ("no_cross_document", "llama", "stage 3", [*COMPILED, *CHECKPOINTED], long),
+    *(("random_ltd, no_cross_document", model, "stage 3", CHECKPOINTED, long) for model in ("gpt2", "qwen3")),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "form", "more"), [pytest.param(*cell, marks=marks) for *cell, marks in WITHOUT_MASK])
+def test_documents_of_long_rows_train_as_with_the_dense_mask(name, model, form, more, two_ranks, short_documents, tmp_path):
+    lines, weights = [], []
+    for job in ("pretrain_and_keep", "pretrain_and_keep_without_mask"):
+        run = technique_flags(name, short_documents, tmp_path / job, form, 2, model=model) + more + ["--steps", "8"]
+        assert set(two_ranks.run(f"tests.distributed.export_jobs:{job}", runs=[run])[0]) == {""}
+        lines.append(read_metrics(tmp_path / job / "r/metrics.jsonl"))
+        weights.append(torch.load(tmp_path / job / "r" / LIVE))
+    assert losses(lines[1]) == pytest.approx(losses(lines[0]), abs=1e-5)
+    assert lines[1][0]["grad_norm"] == pytest.approx(lines[0][0]["grad_norm"], rel=1e-5)
+    for tensor, (key, other) in zip(weights[0].values(), weights[1].items(), strict=True):
+        torch.testing.assert_close(other, tensor, atol=2e-5, rtol=0, msg=key)
 
 
 SGD = section("optimizer", {"type": "SGD", "params": {"lr": "auto", "weight_decay": 0}})
