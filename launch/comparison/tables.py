@@ -130,7 +130,7 @@ def _control(side: Side) -> str:
 
 def _answer(pair: Pair) -> str:
     """Which side of a pair ends at the lower loss and by how much, and how long the same tokens take."""
-    control = _control(pair.control)
+    control = _control(pair.control) if pair.recipe else pair.control.name
     loss, time = (estimate(pair.published_figures, heading) for heading in (LOSS_COLUMN, TIME_COLUMN))
     if loss is None:
         return f"{pair.name} and {control} have no seed in common whose losses can be compared."
