@@ -42,6 +42,7 @@ class Testbed:
         sweep: flag -> the values of the control's sweep, a number or a word each. Flags are varied one after another, and each starts at
             its first value. Empty if all values are fixed in `flags`; `reason` then says why.
         tuned: flag -> the value chosen from the sweep. Runs take it unless their recipe is tuned itself.
+        noise: nats below which a difference may come from tuning alone.
         target_loss: nats per token of validation text; times and tokens are compared where a run first reaches it.
         reason: why these values were chosen, if not for the sweep alone.
     """
@@ -54,6 +55,7 @@ class Testbed:
     corpus: Flags
     flags: Flags
     target_loss: float
+    noise: float = 0.0
     sweep: Sweep = field(default_factory=dict)
     tuned: Flags = field(default_factory=dict)
     reason: str = ""

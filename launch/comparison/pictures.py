@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from scipy import stats
 from scipy.ndimage import uniform_filter1d
 
 from launch.comparison.comparison import LOSS, Comparison, Pair, sequences_evaluated
@@ -44,7 +45,7 @@ def draw_losses(comparison: Comparison, file: Path | BinaryIO, axis: str = "toke
     """Draw the validation loss over tokens or seconds, or the training loss without evaluations.
 
     Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs there is one side.
-    Thin lines are runs, thick lines the mean over seeds, the band its standard deviation.
+    Thin lines are runs, thick lines the mean over seeds, the band its 95% interval.
     """
     evaluated = any(np.isfinite(run.columns["val_loss"]).any() for side in comparison.sides for run in side.runs)
     metric = "val_loss" if evaluated else "loss"
@@ -56,14 +57,13 @@ def draw_losses(comparison: Comparison, file: Path | BinaryIO, axis: str = "toke
             sides = (pair.control, pair.side) if pair else comparison.sides
             for side, color in zip(sides, PALETTE, strict=False):
                 losses = final_losses(side)
-                final = f": final loss {mean(LOSS, losses)}, {len(losses)} seed{'s' * (len(losses) > 1)}" if losses else ""
+                what = "whole split" if side.runs[0].description.get("whole_eval") else "final loss"
+                final = f": {what} {mean(LOSS, losses)}, {len(losses)} seed{'s' * (len(losses) > 1)}" if losses else ""
                 _draw_band(panels[0], [_curve(run, metric, axis) for run in side.runs], color, printable_line(side.name) + final)
-            _show(panels[0], after=0.1)
-            title = [f"on {pair.testbed.name}"] if pair and pair.testbed else []
+            _show(panels[0], after=0.1, title=f"on {pair.testbed.name}; " if pair and pair.testbed else "")
             what = LOSSES[metric]
             if metric == "val_loss" and sides and (first := sides[-1].runs[0].description).get("whole_eval"):
                 what += f" on {first['eval_batches']} batches"
-                title.append("final losses in tables are of the whole validation split")
             if pair and (metric == "loss" or len(sequences_evaluated(*sides)) == 1):
                 panels[1].axhline(0, color=PALETTE[0], linewidth=1)
                 _draw_band(panels[1], [_gap(*(_curve(run, metric, axis) for run in runs)) for runs in pair.runs], PALETTE[1])
@@ -74,8 +74,9 @@ def draw_losses(comparison: Comparison, file: Path | BinaryIO, axis: str = "toke
                 axes.grid(alpha=0.25)
             if panels[0].get_legend_handles_labels()[0]:
                 panels[0].legend(fontsize=9, frameon=False)
-            panels[0].set_title("; ".join(title), fontsize=9)
-        picture.suptitle(f"{LOSSES[metric]} over {axis}; thin: each seed, thick: mean over seeds, band: ± standard deviation", fontsize=11)
+        picture.suptitle(
+            f"{LOSSES[metric]} over {axis}; thin: each seed, thick: mean, band: 95% interval; ±: standard deviation", fontsize=11
+        )
         picture.savefig(file, metadata={"Software": None})
 
 
@@ -105,7 +106,7 @@ def _gap(control: Curve, own: Curve) -> Curve:
 
 
 def _draw_band(axes: Any, curves: Sequence[Curve], color: str, label: str = "") -> None:
-    """Each curve, their mean, smoothed over 1% of its points, and its standard deviation."""
+    """Each curve, their mean, smoothed over 1% of its points, and its 95% interval."""
     curves = [curve for curve in curves if len(curve[0])]
     for curve in curves:
         axes.plot(*curve, color=color, linewidth=0.6, alpha=0.5)
@@ -113,13 +114,14 @@ def _draw_band(axes: Any, curves: Sequence[Curve], color: str, label: str = "") 
     if not len(x):
         return
     smooth = partial(uniform_filter1d, size=2 * (len(x) // 200) + 1, mode="nearest")
-    middle, deviation = smooth(values.mean(axis=0)), smooth(values.std(axis=0, ddof=len(values) > 1))
+    middle = smooth(values.mean(axis=0))
     if len(values) > 1:
-        axes.fill_between(x, middle - deviation, middle + deviation, color=color, alpha=0.15, linewidth=0)
+        half = stats.t.ppf(0.975, len(values) - 1) * smooth(stats.sem(values))
+        axes.fill_between(x, middle - half, middle + half, color=color, alpha=0.15, linewidth=0)
     axes.plot(x, middle, color=color, linewidth=1.8, label=label or None, marker="o" if len(x) == 1 else None, markersize=4)
 
 
-def _show(axes: Any, after: float, also: float | None = None) -> None:
+def _show(axes: Any, after: float, also: float | None = None, title: str = "") -> None:
     """Let only what comes `after` a share of the run set the scale: before, losses fall fast. also: a value that stays in view."""
     points = np.concatenate([line.get_xydata() for line in axes.lines] or [np.zeros((0, 2))])  # (points, 2)
     late = points[points[:, 0] >= after * points[:, 0].max(initial=0.0), 1]
@@ -127,6 +129,8 @@ def _show(axes: Any, after: float, also: float | None = None) -> None:
     if len(late) > 1:
         margin = 0.08 * float(np.ptp(late)) or 0.01
         axes.set_ylim(late.min() - margin, late.max() + margin)
+        title += f"scaled to the last {1 - after:.0%} of the run"
+    axes.set_title(title.removesuffix("; "), fontsize=9)
 
 
 # --- forest plots ---------------------------------------------------------------------------------------------------------------------

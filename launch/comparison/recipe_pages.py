@@ -189,23 +189,31 @@ def index_table(cells: list[Published]) -> str:
 
 
 def short_table(cells: list[Published]) -> str:
-    """The measured recipes for the project's README: what each does, and one figure for loss, step time, and memory or bytes."""
+    """The measured recipes for the project's README: what each does, and one figure for loss, step time, and memory or bytes.
+
+    Each figure is of the largest testbed that has it. † marks one of another testbed than the loss, ‡ a loss within its testbed's `noise`.
+    """
     by_tokens = sorted(cells, key=lambda one: -_tokens(one))
     rows = []
     for recipe in read_recipes():
         pairs = [one.pair for one in by_tokens if one.recipe.name == recipe.name and one.pair]
         if not pairs:
             continue
-        found = ([tables.estimate(pair.published_figures, heading) for pair in pairs] for heading in COLUMNS)
-        loss, time, memory, sent = (next(filter(None, of_pairs), None) for of_pairs in found)
+        found = [[(pair, one) for pair in pairs if (one := tables.estimate(pair.published_figures, heading))] for heading in COLUMNS]
+        (place, loss), (timed, time), memory, sent = (of_pairs[0] if of_pairs else (None, None) for of_pairs in found)
         half = "" if loss is None or loss.high is None else f" ± {loss.high - loss.mean:.3f}"
-        sizes = [f"{one.mean:.2f}× {what}" for one, what in ((sent, "bytes"), (memory, "memory")) if one and not _includes_1(one)]
+        noisy = loss and place and place.testbed and abs(loss.mean) < place.testbed.noise
+        sizes = [
+            f"{one.mean:.2f}× {what}{'†' * (pair is not place)}"
+            for (pair, one), what in ((sent, "bytes"), (memory, "memory"))
+            if one and not _includes_1(one)
+        ]
         rows.append(
             [
                 f"[{recipe.name}](recipes/{recipe.name}/README.md)",
                 recipe.title,
-                "–" if loss is None else f"{signed(loss.mean, '.3f') if round(loss.mean, 3) else '0'}{half}",
-                "–" if time is None else f"{time.mean:.2f}×",
+                "–" if loss is None else f"{signed(loss.mean, '.3f') if round(loss.mean, 3) else '0'}{half}{'‡' * bool(noisy)}",
+                "–" if time is None else f"{time.mean:.2f}×{'†' * (timed is not place)}",
                 sizes[0] if sizes else "–",
             ]
         )
@@ -219,7 +227,7 @@ def _includes_1(ratio: Interval) -> bool:
 
 
 def _tokens(one: Published) -> int:
-    return int(one.pair.side.runs[0].description["total_tokens"]) if one.pair else 0
+    return tables.tokens(one.pair) if one.pair else 0
 
 
 def excluded_pairs() -> str:

@@ -105,19 +105,32 @@ def mean(name: str, values: Sequence[float]) -> str:
 
 
 def answer(comparison: Comparison) -> str:
-    """What was found, in a sentence: of several pairs, of the one with the largest clear gain."""
+    """What was found, in a sentence, on the largest testbed of each recipe that has a loss: of several recipes, the largest clear gain."""
     if not comparison.pairs:
         return "Nothing was compared."
-    count = len(comparison.pairs)
-    if count == 1:
-        return _answer(comparison.pairs[0])
-    gaps = {gap.mean: pair for pair in comparison.pairs if (gap := estimate(pair.figures, LOSS_COLUMN)) and (gap.high or gap.mean) < 0}
+    largest: dict[str, Pair] = {}
+    for pair in sorted(comparison.pairs, key=lambda pair: (estimate(pair.figures, LOSS_COLUMN) is None, -tokens(pair))):
+        largest.setdefault(pair.side.name, pair)
+    if (count := len(largest)) == 1:
+        return _answer(next(iter(largest.values())))
+    gaps = {gap.mean: pair for pair in largest.values() if (gap := estimate(pair.figures, LOSS_COLUMN)) and (gap.high or gap.mean) < 0}
     return f"Of {count} comparisons, the largest gain: {_answer(gaps[min(gaps)])}" if gaps else f"None of {count} ends at a lower loss."
+
+
+def tokens(pair: Pair) -> int:
+    """The length of a pair's runs, by which testbeds are ordered."""
+    return int(pair.side.runs[0].description["total_tokens"])
+
+
+def _control(side: Side) -> str:
+    """The name of a control, with what it is."""
+    run = side.runs[0].description
+    return f"{side.name} ({run['optimizer']['type']}, ZeRO {run['zero_stage']}, {run['precision']})"
 
 
 def _answer(pair: Pair) -> str:
     """Which side of a pair ends at the lower loss and by how much, and how long the same tokens take."""
-    control = pair.control.name
+    control = _control(pair.control) if pair.recipe else pair.control.name
     loss, time = (estimate(pair.published_figures, heading) for heading in (LOSS_COLUMN, TIME_COLUMN))
     if loss is None:
         return f"{pair.name} and {control} have no seed in common whose losses can be compared."
@@ -190,9 +203,9 @@ def ranking(comparison: Comparison) -> Table:
     rows: list[tuple[str, float, list[str]]] = []
     for side in comparison.sides:
         pair, place = pairs.get(id(side)), places.get(id(side), "")
-        name = pair.name if pair else f"{side.name} (control)" if comparison.pairs else side.name
+        name = pair.name if pair else f"control: {_control(side)}" if comparison.pairs else side.name
         losses = final_losses(side)
-        signs = " ".join(f"{SIGNS[one.outcome]} {one.claim.label}" for one in pair.verdicts) if pair else ""
+        signs = "; ".join(f"{SIGNS[one.outcome]} {one.claim.label}" for one in pair.verdicts) if pair else ""
         cells = [cell(pair.published_figures if pair else {}, heading) for heading in COLUMNS]
         row = [f"{name} on {place}" if len({*places.values()}) > 1 else name, mean(LOSS, losses), *cells, _rates(side), signs or "–"]
         rows.append((place, float(np.mean(losses)) if losses else math.inf, row))

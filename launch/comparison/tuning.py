@@ -86,18 +86,24 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
 def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> None:
     lines = {config: _lines(arm["grid"]).get(flag, []) for config, arm in arms.items()}
     values = sorted({point[flag] for points in lines.values() for point in points}, key=numbers_in)
+    logarithmic = all(not isinstance(value, str) and value > 0 for value in values)
+    place = {value: math.log2(value) if logarithmic else float(number) for number, value in enumerate(values)}
     for color, (config, points) in enumerate(lines.items()):
-        places = [values.index(point[flag]) for point in points]
+        places = [place[point[flag]] for point in points]
         losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
         axes.plot(places, losses, marker="o", markersize=4, linewidth=1.5, color=f"C{color}", label=config)
-        for place, loss in zip(places, losses, strict=True):
-            if arms[config]["chosen"] and values[place] == arms[config]["chosen"][flag]:
-                axes.plot(place, loss, marker="*", markersize=14, color=f"C{color}", markeredgecolor="black")
+        for point, x, loss in zip(points, places, losses, strict=True):
+            if arms[config]["chosen"] and point[flag] == arms[config]["chosen"][flag]:
+                axes.plot(x, loss, marker="*", markersize=14, color=f"C{color}", markeredgecolor="black")
     bests = [min(losses) for arm in arms.values() if (losses := [point["loss"] for point in arm["grid"] if point["loss"] is not None])]
     axes.set_ylim(min(bests, default=0.0) - 0.02, max(bests, default=0.0) + LOSSES_SHOWN)
     axes.set_ylabel("final validation loss\n(nats per token)")
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(values) > 4 else {}
-    axes.set_xticks(range(len(values)), [in_words(value) for value in values], **turned)
+    named = values[:1]
+    for value in values[1:]:  # those whose names do not overlap
+        if place[value] - place[named[-1]] > 0.05 * (place[values[-1]] - place[values[0]]):
+            named.append(value)
+    axes.set_xticks([place[value] for value in named], [in_words(value) for value in named], **turned)
     axes.set_xlabel(FLAGS.get(flag, str(values[0]).partition("=")[0] if flag == "set" else flag))
     axes.margins(x=0.15)
     axes.grid(alpha=0.25)

@@ -1,8 +1,9 @@
 """The values of a run, each declared once, and the flags of `launch/pretrain.py`, which give them.
 
 `RunValues` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a resume,
-between hosts, between two compared runs. To add one, declare it there and use it. What a value means together with the DeepSpeed JSON and
-the preset is decided in `launch.config.run_config`.
+between hosts, between two compared runs. To add one, declare it there and use it; a field of the model goes into
+`OTHER_FLAGS` instead, and a path also into `PATHS`. What a value means together with the DeepSpeed JSON and the preset is decided in
+`launch.config.run_config`.
 """
 
 from __future__ import annotations

@@ -205,6 +205,11 @@ class Checkpoints:
             self._on_failure()
 
     def _complete(self, temporary: Path, final: Path, state: dict[str, Any], entries: dict[str, Any]) -> None:
+        """Turn the folder `temporary`, which all ranks have written, into the checkpoint `final`. It is complete from the `os.rename` on.
+
+        Rank 0 calls it. entries: file -> its size and digest; files that DeepSpeed wrote itself are added. Raises OSError if a file of
+        `entries` is missing.
+        """
         for path in filter(Path.is_file, temporary.rglob("*")):  # files that DeepSpeed writes itself: `latest`, its script, swapped tensors
             if (name := str(path.relative_to(temporary))) not in entries:
                 fsync(path)

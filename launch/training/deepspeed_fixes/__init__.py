@@ -1,6 +1,9 @@
-"""Every repair of DeepSpeed, and of torch under it, of what is wrong or slow: probes and patches alone. `corrections.py` lists them.
+"""Every correction of DeepSpeed, and of torch under it, of what is wrong or slow. `corrections.py` lists them, with their probes.
 
 Three are called where they are needed, before an engine is initialized: `half_products.py`, and `load_extension` and
-`skip_extension_of_cpu_ranks` in `start_up.py`. `norms.py`, `mean_norm.py` and `probe_engine.py` help several corrections. To add one, write
-its probe and its correction, list the pair in `corrections.py`, and show both in `tests/distributed/test_corrections.py`.
+`skip_extension_of_cpu_ranks` in `start_up.py`. `norms.py`, `mean_norm.py` and `probe_engine.py` help several corrections. To add one:
+
+1. Write its probe and its correction in the module of their subject, and list the pair in `corrections.py`.
+2. Name it in `CORRECTIONS` of `tests/distributed/correction_jobs.py`, with a job that shows the fault; test it in `test_corrections.py`.
+3. Add a row to `docs/deepspeed-faults.md`.
 """

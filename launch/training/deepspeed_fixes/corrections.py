@@ -1,12 +1,12 @@
 """The list of corrections: when each applies, its probe, and the function that corrects.
 
-A probe runs DeepSpeed's own code at start-up and returns whether it has the bug. A DeepSpeed without the bug is not changed. The names of
-the corrections that were applied are logged. A correction without a probe (None) is always applied where it is listed: it replaces what
+A probe runs DeepSpeed's own code at start-up and returns whether it has the fault; without it, nothing is changed. The names of the
+corrections that were applied are logged. A correction without a probe (None) is always applied where it is listed: it replaces what
 DeepSpeed does by something that is right or faster in any case.
 
 They are applied in this order: a probe sees what the ones before it have corrected.
 
-The bugs were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows those with a probe, with and without their
+The faults were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows those with a probe, with and without their
 correction. To remove one, delete its line here, its functions, its entry in `tests/distributed/correction_jobs.py` and its row in
 `docs/deepspeed-faults.md`.
 """
@@ -27,7 +27,7 @@ Correction = tuple[bool, Callable[..., bool] | None, Callable[..., None]]
 def before_initialize(stage: int, precision: str, compiled: bool, collectives: Collectives) -> list[str]:
     """Correct DeepSpeed's classes before an engine is built, for a model whose blocks may be `compiled`.
 
-    All ranks call this together; a bug found by one is corrected on all.
+    All ranks call this together; a fault found by one is corrected on all.
     """
     half = precision != "fp32"
     corrections: list[Correction] = [
@@ -66,7 +66,7 @@ def after_initialize(ds_engine: Any, collectives: Collectives) -> list[str]:
 
 
 def _apply(corrections: list[Correction], collectives: Collectives, *arguments: Any) -> list[str]:
-    """Apply the corrections, and return the names of those whose probe has found the bug."""
+    """Apply the corrections, and return the names of those whose probe has found the fault."""
     found = []
     for applies, probe, correct in corrections:
         if applies and probe is None:

@@ -17,7 +17,7 @@ from launch.training.deepspeed_fixes.probe_engine import probe_engine, step_prob
 
 
 def unfused_loss_scale_misbehaves() -> bool:
-    """Bug: `FP16_UnfusedOptimizer` updates the loss scale by its own rule, which has three faults.
+    """Fault: `FP16_UnfusedOptimizer` updates the loss scale by its own rule, which has three faults.
 
     The scale grows before the gradients are divided by it, so one update in every `loss_scale_window` steps has half its size. `hysteresis`
     and `consecutive_hysteresis` are ignored. At `min_loss_scale` it skips steps forever, where the other stages raise. The code is `step`
@@ -72,7 +72,7 @@ def scale_like_zero() -> None:
 
 
 def scale_grows_before_the_update(ds_engine: Any) -> bool:
-    """Bug: the loss scale grows before the gradients are divided by it, so one update in every `loss_scale_window` steps has half its size.
+    """Fault: the loss scale grows before the gradients are divided by it, so one update in `loss_scale_window` steps has half its size.
 
     Clipping counts the gradient double. Stage 3 also reports half of its norm. The code is `step` in
     deepspeed/runtime/zero/stage_1_and_2.py and stage3.py. Probe: an engine of two weights with plain SGD, whose scale grows in each step;
@@ -113,7 +113,7 @@ def _grow_after_the_update(optimizer: Any) -> None:
 
 
 def loss_is_not_scaled(ds_engine: Any) -> bool:
-    """Bug: at stage 0 `engine.backward` does not multiply the loss by the loss scale, but the optimizer divides the gradients by it.
+    """Fault: at stage 0 `engine.backward` does not multiply the loss by the loss scale, but the optimizer divides the gradients by it.
 
     At a scale of 1024, the update was 1/1024 of the correct one, and nothing was clipped. The code is `backward` in
     deepspeed/runtime/engine.py. Probe: the engine's own `backward` on a loss that is a single weight; its gradient must be the scale.

@@ -29,7 +29,7 @@ def uses_cpu_adam(ds_engine: Any) -> bool:
 
 
 def cpu_adam_depends_on_its_start(ds_engine: Any) -> bool:
-    """Bug: after a resume, the bias correction of an offloaded Adam is rounded differently.
+    """Fault: after a resume, the bias correction of an offloaded Adam is rounded differently.
 
     A process computes beta^t by one multiplication per step in fp32, but after a resume begins with a power. Losses in fp32 were off by
     5e-7 within 10 steps. The code is `IncrementStep` in csrc/includes/cpu_adam.h. Probe: the update of a step must not depend on the step
@@ -66,7 +66,7 @@ def derive_bias_correction_from_step(ds_engine: Any) -> None:
 
 
 def optimizer_on_drive_is_not_loaded(ds_engine: Any, collectives: Collectives) -> bool:
-    """Bug: with the optimizer on NVMe, `load_checkpoint` only copies the swap files back.
+    """Fault: with the optimizer on NVMe, `load_checkpoint` only copies the swap files back.
 
     The moments in them are not registered, so Adam starts with zeros at step 1. Tensors too small for NVMe (biases and norms) keep their
     initial values, including their fp32 weights, and so does the loss scale. The code is `load_checkpoint` in deepspeed/runtime/engine.py

@@ -23,7 +23,7 @@ PROBE_ELEMENTS = 2**21
 
 
 def unfused_optimizer_steps_at_start() -> bool:
-    """Bug: `FP16_UnfusedOptimizer` allocates the optimizer state with a real step on zero gradients.
+    """Fault: `FP16_UnfusedOptimizer` allocates the optimizer state with a real step on zero gradients.
 
     Adam then starts at step 1, and weight decay shrinks the fp32 weights by a factor of (1 - lr x weight_decay) before training. The code
     is `initialize_optimizer_states` in deepspeed/runtime/fp16/unfused_optimizer.py. Probe: wrap one weight, which must keep its value.
@@ -44,7 +44,7 @@ def keep_weights_at_start() -> None:
 
 
 def engine_norm_is_inaccurate() -> bool:
-    """Bug: at stage 0 the norm used for clipping is summed in fp32, which on a CPU is off by 3e-5 at 2 M elements.
+    """Fault: at stage 0 the norm used for clipping is summed in fp32, which on a CPU is off by 3e-5 at 2 M elements.
 
     Stages 1, 2 and 3 sum in fp64, so the losses of the stages drift apart (3.7e-5 after 30 steps). The code is `clip_grad_norm_` and
     `get_weight_norm` in deepspeed/runtime/utils.py. Probe: both functions on a known tensor, compared with the norm in fp64. All ranks must

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_lin
 
 
 def compiled_gradients_are_lost() -> bool:
-    """Bug: torch 2.11 compiles `LinearFunctionForZeroStage3` wrongly: with a bias and an input of three dimensions, all gradients are zero.
+    """Fault: torch 2.11 compiles `LinearFunctionForZeroStage3` wrongly: with a bias and a 3-dimensional input, all gradients are zero.
 
     The cause is that its forward pass (deepspeed/runtime/zero/linear.py) adds the bias in place. Losses were off by 0.30 within 30 steps,
     on a CPU and on an H200. torch 2.13 compiles it correctly. Probe: compile the function for one weight, which must get a gradient.

@@ -11,7 +11,7 @@ from launch.training.deepspeed_fixes.probe_engine import probe_engine, step_prob
 
 
 def gradients_go_stale(ds_engine: Any) -> bool:
-    """Bug: a parameter without a gradient in a step is updated with its gradient of an earlier step.
+    """Fault: a parameter without a gradient in a step is updated with its gradient of an earlier step.
 
     Stage 3 keeps gradients in one flat buffer that is never set to zero, and copies the gradients of the first micro-batch into it. With an
     offloaded optimizer, stages 1, 2 and 3 keep fp32 gradients on the host, and store only those of the last micro-batch. The norm used for

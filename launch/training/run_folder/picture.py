@@ -77,9 +77,8 @@ def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initia
     if len(shown) > 30:
         margin = 0.05 * (max(shown) - min(shown)) or 0.01
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
-    above = " (above the frame)" if initial_loss > axes.get_ylim()[1] else ""
-    line = axes.axhline(initial_loss, color="#888888", linestyle="--", linewidth=1)
-    line.set_label(f"untrained: ln(vocabulary) = {initial_loss:.2f}{above}")
+    if initial_loss < axes.get_ylim()[1]:
+        axes.axhline(initial_loss, color="#888888", linestyle="--", linewidth=1, label=f"untrained: ln(vocabulary) = {initial_loss:.2f}")
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.set_title(title, fontsize=10, parse_math=False)  # the name of a run may contain $
     axes.xaxis.set_major_formatter(EngFormatter())

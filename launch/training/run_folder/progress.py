@@ -23,7 +23,7 @@ LINE_SECONDS = 10.0  # between two plain lines
 
 
 def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
-    """Yield lines that name the model, the batch, the device, and the DeepSpeed bugs that are corrected."""
+    """Yield lines that name the model, the batch, the device, and the DeepSpeed faults that are corrected."""
     shape, arithmetic = config.shape, f"ZeRO {config.zero_stage}, {config.precision}, {config.ranks} rank(s) on {meter.device_name}"
     yield f"{config.runs_dir}/{config.run_name}: {in_words(config.model_config)}, {arithmetic}"
     step = "step" if config.steps_to_make == config.steps else "full step"
@@ -46,7 +46,7 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     if meter.peak_flops is None:
         yield f"the peak FLOP/s of '{meter.device_name}' in {meter.matmul_dtype} is unknown: the metrics have no mfu"
     if engine.corrections:
-        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/deepspeed_fixes/)"
+        yield f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/deepspeed_fixes/)"
     for note in (*config.notes, *engine.notes):
         yield f"note: {note}"
 
