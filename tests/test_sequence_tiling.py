@@ -157,9 +157,9 @@ def test_the_plan_has_tiles():
     plain, tiled = (explained(*run, *more)["memory_per_rank"] for more in ([], section("sequence_tiling.enabled", True)))
     tokens, padded, width = 8 * 256, 50_304, 384
     assert plain["cuda"]["activations"] - tiled["cuda"]["activations"] == 6 * tokens * 8 * width * 2, "of the MLP of 6 blocks nothing"
-    for device, tile in (("cpu", 512), ("cuda", 2048)):
-        logits, summed = tile * padded, padded * width * 2 * (tile < tokens)  # of which a step on CUDA has one tile
-        assert tiled[device]["loss_head"] == (2 + 4) * logits + 4 * 512 * padded + summed
+    # fp32 log-probabilities and two gradients of 512 tokens, and the sum of the weight's gradients; logits of 2,048 in bf16 and fp32.
+    assert tiled["cpu"]["loss_head"] == 3 * 4 * 512 * padded + padded * width * 2
+    assert tiled["cuda"]["loss_head"] == plain["cuda"]["loss_head"] == (2 + 4) * tokens * padded + 4 * 512 * padded, "of one tile"
 
 
 def tokens_of_gpt2(folder: Path) -> Path:
