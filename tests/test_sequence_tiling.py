@@ -111,22 +111,24 @@ def plain(pools, corpus: Path, folder: Path, model: str) -> tuple[list[dict], di
 
 
 GRID = [
-    (stage, model, accumulation, ranks, more)
+    (stage, model, accumulation, ranks, slices, more)
     for stage in range(4)
     for model in ("gpt2", "llama")  # tied, and a head of its own
-    for accumulation, ranks, more in ((1, 1, "each"), (2, 2, "each"), (2, 1, "each on the host"), (2, 2, "nothing"))
+    for accumulation, ranks, slices, more in (
+        *((1, 1, 1, "each"), (2, 1, 1, "each on the host"), (2, 2, 1, "each"), (2, 2, 2, "each"), (2, 2, 1, "nothing")),
+        (2, 2, 2, "each on the host"),
+    )
 ]
-QUICK = [(1, "gpt2", 2, 2, "each"), (3, "llama", 2, 2, "each")]
+QUICK = [(3, "gpt2", 2, 2, 2, "each")]
 CHECKPOINTS = {"nothing": [], "each": EACH, "each on the host": ON_HOST}
 
 
-@pytest.mark.parametrize("slices", [1])
 @pytest.mark.parametrize(
-    ("stage", "model", "accumulation", "ranks", "checkpointed"),
+    ("stage", "model", "accumulation", "ranks", "slices", "checkpointed"),
     [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.long) for cell in GRID],
 )
 def test_a_run_is_that_of_one_rank_without_tiles(
-    stage, model, accumulation, ranks, checkpointed, slices, pools, corpus, tmp_path, tmp_path_factory
+    stage, model, accumulation, ranks, slices, checkpointed, pools, corpus, tmp_path, tmp_path_factory
 ):
     """In tiles of 20 of its tokens. slices: the ranks that share a row."""
     run = flags(corpus, tmp_path, SHAPES[model], f"stage {stage}", ranks // slices, accumulation)
