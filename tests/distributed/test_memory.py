@@ -12,6 +12,7 @@ from launch.config.run_config import resolve
 from model.accounting import parameter_count
 from model.gpt import GPT
 from model.layout import Layout
+from recipes.sequence_parallel.technique import exchanging
 from tests.helpers import config_of
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
@@ -24,14 +25,20 @@ def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
     return [*run, "--eval_every", "0", "--save_every", "0", *more]
 
 
-@pytest.mark.parametrize(("architecture", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0), ("qwen3", 0.0)])
+@pytest.mark.parametrize(
+    ("architecture", "dropout", "size"),
+    [*((name, 0.0, size) for name in ("gpt2", "llama", "qwen3") for size in (1, 2, 4)), ("gpt2", 0.1, 1), ("gpt2", 0.1, 2)],
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_activations_of_a_block_are_what_autograd_saves(precision, architecture, dropout):
-    sizes = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 48, "dropout": dropout}
+def test_the_activations_of_a_block_are_what_autograd_saves(precision, architecture, dropout, size):
+    """size: the ranks that share each row. This one exchanges with itself."""
+    sizes = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 48 * size, "dropout": dropout}
     model, B = config_of(architecture, sizes, vocab_size=100), 2
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     whole = GPT(model).to(dtype)
     block = whole.h[0]
+    if size > 1:
+        block.attn.attend = exchanging(block.attn.attend, torch.clone, size)
     block.attn.layout = Layout(None, whole.wpe.rotation(torch.arange(48), dtype))
     x = torch.randn(B, 48, 64, dtype=dtype, requires_grad=True)
     saved: dict[int, int] = {}
@@ -45,7 +52,8 @@ def test_the_activations_of_a_block_are_what_autograd_saves(precision, architect
     for known in (x, *block.parameters(), *(block.attn.layout.rotation or ())):
         saved.pop(known.untyped_storage().data_ptr(), None)
     saved[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()  # which the next block saves
-    run = resolve(["--deepspeed_config", f"ds_configs/zero0_{precision}.json", "--explain", "--micro_batch_size", str(B)])[0]
+    flags = ["--deepspeed_config", f"ds_configs/zero0_{precision}.json", "--explain", "--micro_batch_size", str(B)]
+    run = resolve([*flags, "--set", f"sequence_parallel_size={size}"], ranks=size)[0]
     plans = [memory_per_rank(run, replace(model, n_layer=layers), "cpu").parts["activations"] for layers in (2, 3)]
     assert sum(saved.values()) == pytest.approx(plans[1] - plans[0], rel=STATES_WITHIN)
 
