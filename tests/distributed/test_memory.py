@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +93,49 @@ def test_model_states_and_bytes_sent_are_those_of_the_engine(two_ranks, corpus, 
             most = max(sum(found.values()) for found in rank["found"])
             parameters = parameter_count(resolve(run, ranks=2)[0].model_config)
             assert most == pytest.approx(parameters * bytes_per_parameter(stage, 2, precision), rel=0.1)
+
+
+QUICK_SLICES = [(2, 2, 3, "qwen3", True, 1), (2, 2, 1, "gpt2", False, 2)]
+SLICES = [
+    (size, ranks, stage, architecture, checkpointed, accumulation)
+    for size, ranks in ((2, 2), (2, 4), (4, 4))
+    for stage in (1, 3)
+    for architecture in ("gpt2", "qwen3")
+    for checkpointed in (False, True)
+    for accumulation in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "stage", "architecture", "checkpointed", "accumulation"),
+    [*QUICK_SLICES, *(pytest.param(*cell, marks=pytest.mark.long) for cell in SLICES if cell not in QUICK_SLICES)],
+)
+def test_ranks_that_share_rows_send_what_is_planned(pools, corpus, tmp_path, size, ranks, stage, architecture, checkpointed, accumulation):
+    """Of qwen3, with two heads of keys and values, which four ranks repeat. Accumulation is of two micro-batches."""
+    batch = ["--micro_batch_size", "2", "--global_batch_size", str(2 * accumulation * ranks // size), "--run_name", "r"]
+    run = flags(corpus, tmp_path, f"zero{stage}_bf16", *SHAPE, "--n_head", "4", "--architecture", architecture, *batch)
+    run += ["--set", f"sequence_parallel_size={size}"] + ["--set=activation_checkpointing.enabled=true"] * checkpointed
+    found = pools.of(ranks).run(JOB, flags=run)
+    assert largest(found) == pytest.approx(found[0]["planned"], rel=STATES_WITHIN, abs=4096)
+    for rank in found:
+        assert rank["sent"][0] == pytest.approx(rank["sent"][1], abs=1)
+
+
+@pytest.mark.long
+def test_the_peak_of_long_sequences_is_what_is_planned(pools, tmp_path):
+    """Of GPT-2's vocabulary, whose logits are most of it: they are of a rank's tokens only."""
+    for split, size in (("train", 50_000), ("val", 10_000)):  # as nanoGPT has them
+        np.random.default_rng(0).integers(0, 50_257, size).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    run = flags(tmp_path, tmp_path / "runs", "zero1_fp32", "--n_layer", "2", "--n_head", "4", "--d_model", "256")
+    run += ["--micro_batch_size", "1", "--global_batch_size", "1", "--set", "activation_checkpointing.enabled=true"]
+    peaks = {}
+    for size, length in ((1, 4096), (1, 8192), (2, 4096), (2, 8192)):
+        words = ["--seq_len", str(length), "--set", f"sequence_parallel_size={size}", "--run_name", f"{size}-{length}"]
+        for found in pools.of(size).run("tests.distributed.memory_jobs:growth_of_step", flags=[*run, *words]):
+            print(size, length, found)
+            assert found["measured"] == pytest.approx(found["planned"], rel=0.1)
+            peaks[size, length] = max(found["measured"], peaks.get((size, length), 0))
+    assert peaks[2, 8192] <= 0.55 * peaks[1, 8192]
 
 
 def largest(ranks: list[dict]) -> dict[str, int]:
