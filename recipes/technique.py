@@ -263,9 +263,10 @@ class Technique:
     def token_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return a loss (N,) per token, whose mean is trained in addition to the cross-entropy.
 
-        logits (N, vocab_size), in the run's precision, and targets int64 (N,), -100 for "no target", are those of a micro-batch. It is
-        called in training only. The loss that is logged stays the cross-entropy. The logits are computed a second time. The memory plan
-        counts them, an fp32 copy and the gradients of both; a function that keeps more tensors of this size needs more.
+        logits (N, vocab_size), in the run's precision, and targets int64 (N,), -100 for "no target", are those of a micro-batch, or of a
+        tile of one, then again when it is recomputed. It is called in training only. The loss that is logged stays the cross-entropy. The
+        logits are computed a second time. The memory plan counts them, an fp32 copy and the gradients of both; a function that keeps more
+        tensors of this size needs more.
         """
         raise NotImplementedError
 
@@ -299,7 +300,8 @@ class Technique:
 
         "attention": what one block saves besides its inputs and output. "loss_head": its peak. "checkpoints": the inputs of checkpointed
         segments on the device; the rest of them is in the host's memory. "update": what the optimizer step needs besides copies of the
-        gradients; it is added. `device` is "cuda" or "cpu".
+        gradients; it is added. "tile": the tokens (no bytes) that the MLPs and the head have in memory at a time and recompute. `device` is
+        "cuda" or "cpu".
         """
         return {}
 

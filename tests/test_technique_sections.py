@@ -15,7 +15,7 @@ PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(OPTIMIZERS, ("optimizer.params", ("--ranks", "2", "--steps", "400"))),
     **{
         name: (name, ("--seq_len", "128"))
-        for name in ("curriculum_learning", "random_ltd", "progressive_layer_drop", "fp8", "fused_kernels")
+        for name in ("curriculum_learning", "random_ltd", "progressive_layer_drop", "fp8", "fused_kernels", "sequence_tiling")
     },
     "batch_size_warmup": ("batch_size_warmup", ("--ranks", "2")),
     "activation_checkpointing": ("activation_checkpointing", ("--n_layer", "5")),
@@ -95,6 +95,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "increments=8": "increments: unknown key; did you mean increment?",
     },
     "fp8": {"scaling=blockwise": 'is "blockwise"; write one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'},
+    "sequence_tiling": {"tile=0": "tile is 0; write 1 or more", "tiles=4": "tiles: unknown key; did you mean tile?"},
     "fused_kernels": {"attention=flash": 'attention is "flash"; write one of true, false, or "auto"'},
     "activation_checkpointing": {"number_checkpoints=6": "is 6, but the model has 5 blocks; write at most 5"},
 }

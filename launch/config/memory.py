@@ -159,6 +159,16 @@ class MemoryInputs:
         return self.model.attention_width, shared * self.model.d_head, shared * self.model.d_head
 
     @property
+    def tile(self) -> int:
+        """Tokens that an MLP and the head have in memory at a time."""
+        return min(self.replaced.get("tile", self.tokens), self.tokens)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether a technique recomputes them, so that a block saves nothing of its MLP."""
+        return "tile" in self.replaced
+
+    @property
     def unit(self) -> int:
         return self.tokens * self.model.d_model * self.w
 
@@ -330,10 +340,13 @@ def _activations(rank: MemoryInputs) -> Iterator[Term]:
     if model.dropout:
         saved += rank.unit if rank.device == "cpu" else rank.unit // rank.w
     saved += rank.unit * rank.checkpoints - _checkpoints_on_host(rank) if rank.checkpoints else block * model.n_layer
-    # In the backward pass of a block: the gradients of the input and output of the MLP's activation, or those of queries, keys and values,
-    # one by one and in one tensor; of the residual stream, and of a tied weight. The head's gradient of that weight is kept until it is
-    # added to the embedding's, which is dense.
-    in_flight = rank.unit + rank.tokens * max(model.c_fc_width + model.d_ff, 2 * sum(rank.qkv_widths)) * rank.w
+    # In the backward pass of a block: the gradients of the input and output of the MLP's activation, and what the MLP of a tile saves only
+    # now; or those of queries, keys and values, one by one and in one tensor, when three tensors of the block are not needed any more. And
+    # the gradients of the residual stream, and of a tied weight. The head's gradient of that weight is kept until it is added to the
+    # embedding's, which is dense.
+    of_mlp = rank.tile * (model.c_fc_width + model.d_ff + (_mlp_elements(model) if rank.tiled else 0))
+    of_attention = rank.tokens * (2 * sum(rank.qkv_widths) - 3 * model.d_model)
+    in_flight = rank.unit + max(of_mlp, of_attention) * rank.w
     if model.tied_head:
         in_flight += model.padded_vocab_size * model.d_model * rank.w
     yield Term("activations", saved, ("forward",))
@@ -353,6 +366,11 @@ def _checkpoints_on_host(rank: MemoryInputs) -> int:
     return inputs - rank.replaced.get("checkpoints", inputs)
 
 
+def _mlp_elements(model: GPTConfig) -> int:
+    """Elements that an MLP saves for a token, without its input: of GPT-2 8 C, of a swiglu 4 d_ff."""
+    return model.c_fc_width + model.d_ff * (2 if model.mlp == "swiglu" else 1)
+
+
 def _block_activations(rank: MemoryInputs) -> int:
     """Bytes that one block saves for its backward pass, without its input. GPT-2: 16 B T C elements, and a few numbers per token.
 
@@ -363,14 +381,12 @@ def _block_activations(rank: MemoryInputs) -> int:
     """
     model, device, w, tokens, halves = rank.model, rank.device, rank.w, rank.tokens, rank.run.precision != "fp32"
     q, k, v = (heads * model.d_head for heads in model.qkv_heads)
-    elements = 4 * model.d_model + sum(rank.qkv_widths) + q + model.c_fc_width + model.d_ff
+    elements = 4 * model.d_model + sum(rank.qkv_widths) + q + (0 if rank.tiled else _mlp_elements(model))
     if rank.run.ranks_per_row > 1:
         # On a CPU, attention with dropout saves no output, and QK-norm saves fp32 copies of its input only.
         elements += q * (device == "cuda" or not model.dropout) + (q + k + v) * (model.qk_norm and (device == "cuda" or not halves))
     elif model.positions == "rotary" or model.qk_norm:
         elements += q + k
-    if model.mlp == "swiglu":
-        elements += model.d_ff
     if NORM_SIZES[model.norm].fp32_copies and device == "cpu" and halves:
         elements -= model.d_model  # of the residual stream, only the norm's fp32 copy is saved
     if device == "cuda" and rank.qkv_widths[1] < q and (not halves or model.document_end is not None):
@@ -385,12 +401,13 @@ def _block_activations(rank: MemoryInputs) -> int:
     size += 2 * norm(model.norm, tokens, model.d_model)
     if model.qk_norm:
         size += sum(norm("rmsnorm", tokens * width // model.d_head, model.d_head) for width in (q, k))
+    branches = 1 if rank.tiled else 2
     if model.dropout and device == "cpu":
         # A mask in the working precision for each branch. Attention with dropout is not fused on a CPU: it saves fp32 copies of queries,
         # keys and values instead of one tensor, and three tensors of T x T per head: the softmax, the mask and their product.
-        size += 2 * rank.unit + 3 * tokens * q * (FP32 - w) + 3 * tokens * model.n_head * model.seq_len * FP32
+        size += branches * rank.unit + 3 * tokens * q * (FP32 - w) + 3 * tokens * model.n_head * model.seq_len * FP32
     elif model.dropout:
-        size += 2 * rank.unit // w  # one byte per element
+        size += branches * rank.unit // w  # one byte per element
     return size
 
 
@@ -399,11 +416,15 @@ def _loss_head(rank: MemoryInputs) -> Iterator[Term]:
 
     The forward pass needs most at its last rows: all logits in the working precision, all log-probabilities in fp32, and an fp32 copy of
     these rows if they are not fp32. The backward pass needs most at its first rows: all log-probabilities, and two fp32 gradients of these
-    rows. Each added loss of a technique has logits and their gradients, in the working precision and in fp32.
+    rows. Each added loss of a technique has logits and their gradients, in the working precision and in fp32. Of several tiles, the sum of
+    the weight's gradients is there beside that of a tile.
     """
-    w, tokens, V, halves = rank.w, rank.tokens, rank.model.padded_vocab_size, rank.w < FP32
+    w, V, halves = rank.w, rank.model.padded_vocab_size, rank.w < FP32
+    tokens = rank.tokens if "loss_head" in rank.replaced else rank.tile
     row, chunks = min(LOSS_ROWS, tokens) * V * FP32, -(-tokens // LOSS_ROWS)
-    size = rank.replaced.get("loss_head", max(tokens * V * w + row * (chunks + halves), row * (chunks + 2)))
+    summed = V * rank.model.d_model * w if tokens < rank.tokens else 0
+    of_tile = max(tokens * V * w + row * (chunks + halves), row * (chunks + 2), tokens * V * w + summed)
+    size = rank.replaced.get("loss_head", of_tile + summed)
     added = len(rank.techniques.added_losses) * 2 * (w + FP32 * halves) * tokens * V
     yield Term("loss_head", size + added, ("forward",))
 

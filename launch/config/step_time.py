@@ -89,8 +89,13 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
         steps: of the run.
     """
     model, techniques = run.model_config, registry.make_techniques(run)
+    terms, again = techniques.memory_terms(model, "cuda"), 0
     if techniques.checkpointed_segments:  # the forward pass of the blocks runs twice
-        flops += round(flops * model.n_layer * block_flops_per_token(model, model.seq_len) / flops_per_token(model) / 3)
+        again = model.n_layer * block_flops_per_token(model, model.seq_len)
+    if "tile" in terms:  # that of the MLPs once more, and that of the head unless a kernel has its loss
+        again += 6 * model.n_layer * model.d_model * (model.c_fc_width + model.d_ff)
+        again += 6 * model.d_model * model.vocab_size * ("loss_head" not in terms)
+    flops += round(flops * again / flops_per_token(model) / 3)
     compute = flops / steps / run.ranks / hardware.flops
     exchanged, link = techniques.exchanged_bytes(steps), hardware.link or hardware.network
     around = 8 * (sent - exchanged) / hardware.network if hardware.network else 0.0

@@ -18,7 +18,8 @@ from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.training.checkpoints.checkpoint import Checkpoints
 from launch.training.checkpoints.move import Move
-from launch.training.engine import start_engine
+from launch.training.engine import TrainingEngine, start_engine
+from launch.training.observers import Observer
 from launch.training.ranks.distributed import start_ranks
 from recipes.registry import make_techniques
 from tests.distributed.jobs import forget_engines, pretrain
@@ -135,3 +136,23 @@ def _filled_by_hand(file: str, step: int) -> Iterator[None]:
         yield
     finally:
         Move.fill = fill  # type: ignore[method-assign]
+
+
+class FinalWeights(Observer):
+    """The fp32 weights after step `last`, whole."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.weights = last, dict[str, Any]()
+
+    def start(self, engine: TrainingEngine) -> None:
+        self.ds_engine = engine.ds_engine
+
+    def after_step(self, step: int) -> None:
+        if step == self.last:
+            self.weights = {name: state["weight"].cpu().numpy().copy() for name, state in held(self.ds_engine)[0].items()}
+
+
+def pretrain_keeping_weights(flags: list[str], steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """`pretrain`, and the weights after its last step, number `steps`."""
+    observer = FinalWeights(steps)
+    return pretrain(flags, [observer]), observer.weights

@@ -140,6 +140,8 @@ def kept(update: int) -> dict[str, float]:
 
 
 CHECKPOINTED = section("activation_checkpointing.number_checkpoints", 2)
+#: Of one rank's micro-batch in the tests, two tiles and a shorter one, or many.
+TILED = section("sequence_tiling", {"tile": 50})
 COMPILED = section("fused_kernels", {"compile": True})
 #: 12 steps of 4 sequences are 1,536 tokens, and 6 more of 8 are 3,072; then a step has 12.
 BATCH_SIZES, BATCHES = {"min_batch_size": 4, "increment": 4, "warmup_tokens": 3072}, (4,) * 12 + (8,) * 6
@@ -228,6 +230,10 @@ TECHNIQUES = {
     "one_bit_adam, uncorrected": ONE_BIT_ADAM.also(UNCORRECTED, "one_bit_adam", corrects=False),
     "one_bit_lamb": ONE_BIT_LAMB,
     "one_bit_lamb, uncorrected": ONE_BIT_LAMB.also(UNCORRECTED, "one_bit_lamb", corrects=False),
+    "sequence_tiling": Technique(TILED, base=""),
+    "sequence_tiling, a loss of each token": ADDED.also(TILED, "plain"),
+    "sequence_tiling, compiled": Technique(TILED + COMPILED, base=""),
+    "sequence_tiling, fused and checkpointed": Technique(TILED + CHECKPOINTED + section("fused_kernels", {"cross_entropy": True}), base=""),
     "zero_one_adam": ZERO_ONE_ADAM,
     "zero_one_adam, uncorrected": ZERO_ONE_ADAM.also(UNCORRECTED, "zero_one_adam", corrects=False),
 }

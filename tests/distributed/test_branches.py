@@ -193,6 +193,7 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(long, fl
         (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0"], ""),  # the value of the long run's "auto"
         (["batch_size_warmup"], [TOKENS], ""),
         (["fused_kernels"], ["fused_kernels.enabled=false"], ""),
+        (["sequence_tiling"], ["sequence_tiling.tile=64"], ""),
         (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0", "--ranks 2"], ""),
         (["batch_size_warmup"], [TOKENS, "--ranks 4"], ""),  # "auto" is 8 of 32 sequences at first, also with 4 ranks
         (["batch_size_warmup"], [TOKENS, "--ranks 16"], "had tokens = .* the ranks of a run"),

@@ -38,6 +38,7 @@ SECTIONS = {
     "one_bit_lamb": {"type": "OneBitLamb", "params": {"lr": "auto", "betas": [0.9, 0.95], "freeze_step": 3}},
     "progressive_layer_drop": {"theta": 0.3, "gamma": 1.0},
     "random_ltd": {"random_ltd_schedule": LTD},
+    "sequence_tiling": {"tile": 50},
     "zero_one_adam": {"type": "ZeroOneAdam", "params": {"lr": "auto", "betas": [0.9, 0.95], **ZERO_ONE}},
 }
 CLASSES = {cls.__module__.split(".")[1]: cls for cls in technique_classes()}
