@@ -30,6 +30,7 @@ from launch.config.step_time import Hardware, hardware_of, time_of
 from launch.errors import UsageError, print_once, run_command
 from model.accounting import parameter_count
 from model.presets import FIELDS, PRESETS, SIZES
+from recipes import registry
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -66,6 +67,8 @@ def build_parser() -> Parser:
     how.add_argument("--offload", choices=OFFLOAD_COLUMNS, help="add columns with offload; param offloads the optimizer too (stage 3)")
     add_flags(parser, PLAN)
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="memory of one rank, e.g. 80GB or 24GiB; prints which columns fit")
+    longest = "print the longest sequence of each column that fits into --memory (with micro-batches of 1, unless given)"
+    parser.add_argument("--longest_sequence", action="store_true", help=longest)
     parser.add_argument("--json", action="store_true", help="bytes of every part as JSON")
     return parser
 
@@ -82,9 +85,15 @@ def main() -> int:
     """Print the plan."""
     flags = build_parser().parse(sys.argv[1:])
     device = "cpu" if (flags.device or device_type()) == "cpu" else "cuda"
+    if flags.longest_sequence:
+        if not flags.memory or flags.seq_len:
+            raise UsageError("--longest_sequence looks for --seq_len, and needs --memory, for example --memory 80GB; give only the latter")
+        flags.micro_batch_size = flags.micro_batch_size or 1
     runs = _runs(flags)
     first = next(iter(runs.values()))
     model, hardware = first.model_config, hardware_of(flags, first)
+    if flags.longest_sequence:
+        return _print_longest(runs, device, flags)
     columns = {name: _plan(run, device, hardware) for name, run in runs.items()}
     if flags.json:
         batch = {key: getattr(first, key) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size")}
@@ -97,6 +106,7 @@ def main() -> int:
         f"{model.components}, vocabulary {model.vocab_size:,}), {first.precision}\n"
         f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks_in_words}; "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
+        + "".join(f"{note}\n" for note in dict.fromkeys(note for run in runs.values() for note in registry.make_techniques(run).notes))
     )
     print_once("\n".join(memory_table(columns)))
     times = {name: plan["time"] for name, plan in columns.items() if hardware and plan["peak"] <= (flags.memory or math.inf)}
@@ -132,6 +142,39 @@ def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
         stages, changes = OFFLOAD_COLUMNS[flags.offload]
         runs |= {f"ZeRO {number} + {flags.offload}": stage(number, *changes) for number in stages}
     return runs
+
+
+def longest_sequence(run: RunConfig, device: str, memory: int) -> tuple[int, int]:
+    """The longest sequence with which `run` fits into `memory` bytes, and the bytes of its peak; 0 and those of the shortest if none does.
+
+    It is a multiple of 1,024 tokens, or of 128 for each rank that shares a row if that is less.
+    """
+    unit = math.lcm(min(1024, 128 * run.ranks_per_row), run.ranks_per_row)
+
+    def peak(units: int) -> int:
+        there = replace(run, shape=replace(run.shape, seq_len=units * unit))
+        return int(memory_of(there, there.model_config, device)["peak"])
+
+    fits, too_long = 0, 1
+    while peak(too_long) <= memory:
+        fits, too_long = too_long, 2 * too_long
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        fits, too_long = (middle, too_long) if peak(middle) <= memory else (fits, middle)
+    return fits * unit, peak(fits or 1)
+
+
+def _print_longest(runs: dict[str, RunConfig], device: str, flags: argparse.Namespace) -> int:
+    """Print the longest sequence of each column."""
+    found = {name: longest_sequence(run, device, flags.memory) for name, run in runs.items()}
+    if flags.json:
+        print_once(json.dumps({"longest_sequence": {name: length for name, (length, _) in found.items()}}, indent=2))
+        return 0
+    first = next(iter(runs.values()))
+    print_once(f"The longest sequence in {flags.memory / 1e9:,.4g} GB a rank, {first.micro_batch_size} at a time, {first.ranks_in_words}:")
+    for name, (length, peak) in found.items():
+        print_once(f"  {name}: " + (f"{length:,} tokens" if length else f"none; the shortest needs {peak / 1e9:,.4g} GB"))
+    return 0
 
 
 def _plan(run: RunConfig, device: str, hardware: Hardware | None) -> dict[str, Any]:

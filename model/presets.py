@@ -246,6 +246,8 @@ def shape_of(sizes: ModelShape, architecture: str, given: Mapping[str, Any]) -> 
 # Shapes llama*, qwen3*: config.json of huggyllama/llama-7b, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B and Qwen/Qwen3-0.6B; qwen3 at the
 # 4,096 tokens of most of its pretraining (arXiv 2505.09388, section 3.2). Rates and batches: LLaMA (arXiv 2302.13971, table 2 and section
 # 2.2), Llama 3 (arXiv 2407.21783, table 3; LLaMA's batch and warm-up); Qwen's are not published, so GPT-3's row of the nearest count.
+# llama3.1-8b: the shape of meta-llama/Llama-3.1-8B and its batch in tokens. Its positions beyond 8,192 were stretched (rope_scaling of the
+# kind "llama3"), which `RotaryPositions` does not do: the same rope_theta, and no stretching.
 # nano and micro are for minutes on two cores with the 8k vocabulary; they are narrower than all rows of that table, so rates are higher.
 PRESETS: dict[str, Preset] = {
     # 8 x 128 = 1,024 tokens per step; 1,000 steps = 1.0 M tokens, a third of the corpus, two minutes on two cores
@@ -285,6 +287,18 @@ PRESETS: dict[str, Preset] = {
         ModelShape(32, 32, 4096, 8192),
         lr=3e-4,
         global_batch_size=512,
+        micro_batch_size=1,
+        steps=38_290,
+        warmup_steps=2_000,
+        architecture="llama",
+        published={"n_kv_head": 8, "d_ff": 14_336},
+        vocab_size=128_256,
+    ),
+    # 20 x 8,030 M = 161 B; 32 x 131,072 tokens are llama3-8b's batch of 512 x 8,192
+    "llama3.1-8b": Preset(
+        ModelShape(32, 32, 4096, 131_072),
+        lr=3e-4,
+        global_batch_size=32,
         micro_batch_size=1,
         steps=38_290,
         warmup_steps=2_000,

@@ -291,6 +291,10 @@ class Technique:
         """Mean bytes that a rank sends per step, over a run of `steps` steps. `base`: those of DeepSpeed's own communication."""
         return base
 
+    def exchanged_bytes(self, steps: int) -> int:
+        """Mean bytes per step that a rank sends within its blocks, which wait for them. They are not in `bytes_sent`."""
+        return 0
+
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Bytes on one rank that replace terms of the memory plan, or are added to it.
 
@@ -386,6 +390,9 @@ class Techniques(Technique):
         for member in self.members:
             base = member.bytes_sent(base, steps)
         return base
+
+    def exchanged_bytes(self, steps: int) -> int:
+        return sum(member.exchanged_bytes(steps) for member in self.members)
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}

@@ -312,7 +312,7 @@ def test_presets_have_the_size_of_their_name_and_values_that_fit_together(name):
     published = {  # in millions, with their own vocabulary; nano and micro with our 8,192
         "nano": 5.29, "micro": 13.9, "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6,
         "gpt3-1.3b": 1316, "gpt3-2.7b": 2652, "gpt3-6.7b": 6658, "gpt3-13b": 12853,
-        "llama-7b": 6738, "llama3-8b": 8030, "qwen3-8b": 8191, "qwen3-0.6b": 596,
+        "llama-7b": 6738, "llama3-8b": 8030, "llama3.1-8b": 8030, "qwen3-8b": 8191, "qwen3-0.6b": 596,
     }  # fmt: skip
     preset = PRESETS[name]
     shape = shape_of(preset.shape, preset.architecture, preset.published)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launch import plan as plan_command
 from launch.config.explain import explain
 from launch.config.memory import bytes_sent_per_step, memory_per_rank, parameter_sizes
 from launch.config.run_config import RunConfig, resolve
@@ -20,6 +21,7 @@ from model.presets import PRESETS, GPTConfig
 from recipes.registry import make_techniques
 from recipes.technique import steps_of_run
 from tests.commands import run_script
+from tests.helpers import run_here
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,6 +107,7 @@ def test_explain_names_what_the_plan_does_not_count(corpus):
         (["--memory", "0.00GB"], "is not an amount of memory"),
         (["--d_model", "100", "--n_head", "3"], "d_model must be a multiple of n_head"),
         (["--ranks", "0"], "--ranks: 0 is out of range"),
+        (["--longest_sequence"], "needs --memory, for example --memory 80GB"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, line):
@@ -182,6 +185,50 @@ def test_a_sub_group_size_of_0_is_a_sub_group_per_parameter():
     model = GPTConfig(n_layer=2, n_head=2, d_model=64, seq_len=2, vocab_size=128)
     one, all_together = (memory_per_rank(run_with({"stage": 3, "sub_group_size": size}), model, "cpu") for size in (0, 10**9))
     assert one.parts["update"] < all_together.parts["update"] / 2
+
+
+LONG = ["--preset", "llama3-8b", "--ranks", "8", "--device", "cuda", "--memory", "80GB", "--set", "activation_checkpointing.enabled=true"]
+
+
+def test_the_longest_sequence_fits_and_the_next_does_not():
+    longest = {}
+    for slices in (1, 8):
+        flags = [*LONG, "--set", f"sequence_parallel_size={slices}"]
+        found = json.loads(run_here(plan_command.main, *flags, "--longest_sequence", "--json").stdout)["longest_sequence"]
+        assert found["ZeRO 0"] == 0, "16 bytes x 8 G parameters are more than 80 GB"
+        unit, longest[slices] = 128 * slices, found["ZeRO 3"]
+        assert longest[slices] % unit == 0
+        for length, fits in ((longest[slices], True), (longest[slices] + unit, False)):
+            flags = [*flags, "--micro_batch_size", "1", "--seq_len", str(length), "--json"]
+            assert ("ZeRO 3" in json.loads(run_here(plan_command.main, *flags).stdout)["fit"]) == fits
+    assert 7.9 < longest[8] / longest[1] < 8.1
+
+
+def test_the_longest_sequences_are_a_page():
+    page = run_here(plan_command.main, *LONG, "--set", "sequence_parallel_size=8", "--longest_sequence").stdout
+    assert page.startswith(
+        "The longest sequence in 80 GB a rank, 1 at a time, 1 group(s) of 8 ranks:\n  ZeRO 0: none; the shortest needs 160"
+    )
+    assert re.search(r"^  ZeRO 3: \d{3},\d{3} tokens$", page, re.M)
+
+
+@pytest.mark.long
+def test_the_page_has_the_longest_sequences():
+    page = (ROOT / "docs/long-sequences.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+)` \| (\d+) GB \| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", page, re.M)
+    assert rows
+    for preset, memory, mlp, *lengths in rows:
+        for slices, length in zip((1, 2, 4, 8), lengths, strict=True):
+            flags = ["--preset", preset, "--ranks", str(slices), *LONG[4:6], "--memory", f"{memory}GB", *LONG[-2:]]
+            flags += ["--set", f"sequence_parallel_size={slices}", "--longest_sequence", "--json"]
+            flags += ["--set", "sequence_tiling.enabled=true"] if mlp == "tiled" else []
+            found = json.loads(run_here(plan_command.main, *flags).stdout)["longest_sequence"]["ZeRO 3"]
+            assert (f"{found:,}" if found else "none") == length, (preset, memory, slices)
+
+
+def test_the_page_says_who_shares_the_rows():
+    page = run_here(plan_command.main, *LONG[:6], "--set", "sequence_parallel_size=4").stdout
+    assert page.count("8 ranks: 2 group(s) of data x 4 slices of a sequence of 8,192 tokens") == 1
 
 
 def test_one_rank_sends_nothing():

@@ -111,6 +111,17 @@ def test_what_overlaps_is_not_added():
     assert left["ZeRO 3"] == pytest.approx(0, abs=1e-12)
 
 
+def test_exchanged_slices_are_not_hidden():
+    """By hand, of a step of 32 x 131,072 tokens on 16 ranks: each sends 7/8 of queries, keys, values and results, three times."""
+    flags = "--recipe recipes/activation_checkpointing --preset llama3.1-8b --gpus 16 --device h100 --mfu 0.5 --interconnect 10tbit"
+    flags += " --set sequence_parallel_size=8 --set zero_optimization.stage=3 --set zero_optimization.overlap_comm=true"
+    exchanged = 32 * 131_072 / 16 * 32 * (2 * 32 + 2 * 8) * 128 * 2 * 3 * 7 / 8
+    for link, rate in (("", 1e13), ("--gpu_link 1tbit", 1e12)):
+        time = planned(flags, link)["time"]
+        assert time["communication_seconds"] - time["overlapped_seconds"] == pytest.approx(8 * exchanged / rate)
+        assert time["step_seconds"] == pytest.approx(time["arithmetic_seconds"] + 8 * exchanged / rate)
+
+
 def test_explain_plans_the_time_and_names_the_mfu():
     flags = ["--recipe", "recipes/zero_2", "--preset", "llama3-8b", "--tokens", "1T", "--gpus", "16", "--device", "h100"]
     page = explained(*flags)
@@ -173,7 +184,8 @@ def test_a_device_is_found_by_its_name():
     assert [device_named(name) for name in ("", "rtx", "nvl", "h1000")] == [None] * 4
 
 
-#: config.json of huggyllama/llama-7b, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B and Qwen/Qwen3-0.6B, and their parameters.
+#: config.json of huggyllama/llama-7b, meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.1-8B, Qwen/Qwen3-8B and Qwen/Qwen3-0.6B, and their
+#: parameters.
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 QWEN3 = {
     "model_type": "qwen3",
@@ -192,6 +204,12 @@ MODELS = {
     "llama3-8b": (
         {**LLAMA, "intermediate_size": 14336, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_key_value_heads": 8}
         | {"vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False},
+        8_030_261_248,
+    ),
+    # Without its rope_scaling.
+    "llama3.1-8b": (
+        {**LLAMA, "intermediate_size": 14336, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_key_value_heads": 8}
+        | {"vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False},
         8_030_261_248,
     ),
     "qwen3-8b": (

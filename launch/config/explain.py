@@ -159,7 +159,7 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
         steps_with[steps.work.accumulation] += steps.repeats
     sent = sum(bytes_sent_per_step(config, model, accumulation) * steps for accumulation, steps in steps_with.items())
     made = steps_with.total()
-    return techniques.bytes_sent(round(sent / made), made)
+    return techniques.bytes_sent(round(sent / made), made) + techniques.exchanged_bytes(made)
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -278,6 +278,7 @@ def memory_table(columns: dict[str, dict[str, Any]]) -> list[str]:
 def time_table(ranks: int, total_tokens: int, hardware: dict[str, Any], columns: dict[str, dict[str, float]]) -> list[str]:
     """Plans of time side by side: the lines of a table, below what they assume."""
     network = f"network of {hardware['network'] / 1e9:,.4g} Gbit/s" if hardware["network"] else "communication in no time (--interconnect)"
+    network += f"; slices are exchanged at {hardware['link'] / 1e9:,.4g} Gbit/s (--gpu_link)" if hardware["link"] else ""
     rows = [["", *columns], *([name, *(_number(plan[key]) for plan in columns.values())] for key, name in TIME_ROWS.items())]
     return [
         f"Time of {total_tokens:,} tokens on {ranks} x {hardware['device']}",

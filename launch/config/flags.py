@@ -357,6 +357,11 @@ OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "RATE",
             "help": "rate of all network adapters of a host, or on one host of a GPU's link, e.g. 400gbit (communication takes no time)",
         },
+        "gpu_link": {
+            "type": bits_per_second,
+            "metavar": "RATE",
+            "help": "of several hosts: rate of a GPU's link in its host, where slices of sequences are exchanged (that of --interconnect)",
+        },
     },
 }
 
@@ -561,7 +566,7 @@ def _check_names(flags: argparse.Namespace) -> None:
     for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from", "branch_from"):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
-    for name in ("device", "mfu", "interconnect"):
+    for name in ("device", "mfu", "interconnect", "gpu_link"):
         if getattr(flags, name) is not None and flags.explain is None:
             raise UsageError(f"--{name} is for a plan, and trains nothing; add --explain, or leave it out")
     name = "run" if flags.run_name is None else flags.run_name

@@ -109,7 +109,11 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What the terms are computed from. w: bytes of the working precision. tokens: of a micro-batch. unit: bytes of (B, T, C)."""
+    """What the terms are computed from.
+
+    w: bytes of the working precision. tokens: B T, those of a micro-batch that this rank has; where P ranks share each row, B T / P.
+    unit: bytes of (tokens, C).
+    """
 
     run: RunConfig
     model: GPTConfig
@@ -147,7 +151,13 @@ class MemoryInputs:
 
     @property
     def tokens(self) -> int:
-        return self.run.micro_batch_size * self.model.seq_len
+        return self.run.micro_batch_size * self.model.seq_len // self.run.ranks_per_row
+
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Elements of a token's queries, keys and values that attention gets: those of all heads, of which a rank has its share."""
+        shared = math.lcm(self.model.n_kv_head, self.run.ranks_per_row)  # `exchanging` repeats keys and values
+        return self.model.attention_width, shared * self.model.d_head, shared * self.model.d_head
 
     @property
     def documents(self) -> str:
@@ -335,23 +345,29 @@ def _elsewhere(rank: MemoryInputs) -> Iterator[Term]:
 def _activations(rank: MemoryInputs) -> Iterator[Term]:
     """The embedding, the blocks and the last norm. A checkpointed segment of blocks keeps only its input."""
     model, block = rank.model, _block_activations(rank)
-    # B T^2 elements, shared by all blocks until the end of their backward pass.
-    mask = rank.tokens * model.seq_len * rank.w if rank.documents == "in a mask" else 0
+    mask = _document_mask(rank)
     saved = 2 * rank.unit + mask  # the sum of the embeddings, the last norm's output
     if model.dropout:
         saved += rank.unit if rank.device == "cpu" else rank.unit // rank.w
     saved += rank.unit * rank.checkpoints - _checkpoints_on_host(rank) if rank.checkpoints else block * model.n_layer
-    # In the backward pass of a block: the gradients of the input and output of the MLP's activation, of the residual stream, and of a tied
-    # weight. The head's gradient of that weight is kept until it is added to the embedding's, which is dense.
-    in_flight = rank.unit + rank.tile * (model.c_fc_width + model.d_ff) * rank.w
-    if rank.tiled:  # which the MLP of a tile saves only now
-        in_flight += rank.tile * _mlp_elements(model) * rank.w
+    # In the backward pass of a block: the gradients of the input and output of the MLP's activation, and what the MLP of a tile saves only
+    # now; or those of queries, keys and values, one by one and in one tensor, when three tensors of the block are not needed any more. And
+    # the gradients of the residual stream, and of a tied weight. The head's gradient of that weight is kept until it is added to the
+    # embedding's, which is dense.
+    of_mlp = rank.tile * (model.c_fc_width + model.d_ff + (_mlp_elements(model) if rank.tiled else 0))
+    of_attention = rank.tokens * (2 * sum(rank.qkv_widths) - 3 * model.d_model)
+    in_flight = rank.unit + max(of_mlp, of_attention) * rank.w
     if model.tied_head:
         in_flight += model.padded_vocab_size * model.d_model * rank.w
     yield Term("activations", saved, ("forward",))
     if rank.checkpoints:
         yield Term("activations", saved + block * -(-model.n_layer // rank.checkpoints) + in_flight, ("recompute",))
     yield Term("activations", block + mask + in_flight, ("backward",))
+
+
+def _document_mask(rank: MemoryInputs) -> int:
+    """Bytes of the mask if attention stays within documents: B T^2, on every rank, shared by all blocks until their backward passes end."""
+    return rank.run.micro_batch_size * rank.model.seq_len**2 * rank.w if rank.documents == "in a mask" else 0
 
 
 def _checkpoints_on_host(rank: MemoryInputs) -> int:
@@ -371,16 +387,19 @@ def _block_activations(rank: MemoryInputs) -> int:
     The 16 are: 1 output of the first norm, 3 queries, keys and values, 1 output of attention, 1 residual stream between the branches, 1
     output of the second norm, 4 input of the GELU, 4 its output, 1 output of the block. Rotation and QK-norm make other queries and keys of
     those; swiglu has an input of 2 d_ff, and saves silu of its gate too. Attention saves 1 fp32 number per token and head, or the bytes
-    that a technique states.
+    that a technique states. Ranks that share a row save these as they are exchanged, the output once more, and the input of QK-norm.
     """
     model, device, w, tokens, halves = rank.model, rank.device, rank.w, rank.tokens, rank.run.precision != "fp32"
     q, k, v = (heads * model.d_head for heads in model.qkv_heads)
-    elements = 4 * model.d_model + (q + k + v) + q + (0 if rank.tiled else _mlp_elements(model))
-    if model.positions == "rotary" or model.qk_norm:
+    elements = 4 * model.d_model + sum(rank.qkv_widths) + q + (0 if rank.tiled else _mlp_elements(model))
+    if rank.run.ranks_per_row > 1:
+        # On a CPU, attention with dropout saves no output, and QK-norm saves fp32 copies of its input only.
+        elements += q * (device == "cuda" or not model.dropout) + (q + k + v) * (model.qk_norm and (device == "cuda" or not halves))
+    elif model.positions == "rotary" or model.qk_norm:
         elements += q + k
     if NORM_SIZES[model.norm].fp32_copies and device == "cpu" and halves:
         elements -= model.d_model  # of the residual stream, only the norm's fp32 copy is saved
-    if device == "cuda" and k < q and (not halves or model.document_end is not None):
+    if device == "cuda" and rank.qkv_widths[1] < q and (not halves or model.document_end is not None):
         elements += 2 * q  # `model.gpt.attend` repeats keys and values
     if rank.documents == "one by one" and "attention" not in rank.replaced:
         elements += q  # the output of each document, and that of all of them
@@ -405,7 +424,7 @@ def _block_activations(rank: MemoryInputs) -> int:
 
 
 def _loss_head(rank: MemoryInputs) -> Iterator[Term]:
-    """Logits and softmax of B T tokens, `LOSS_ROWS` rows in fp32 at a time: the larger of the forward and the backward pass.
+    """Logits and softmax of a rank's tokens, `LOSS_ROWS` rows in fp32 at a time: the larger of the forward and the backward pass.
 
     The forward pass needs most at its last rows: all logits in the working precision, all log-probabilities in fp32, and an fp32 copy of
     these rows if they are not fp32. The backward pass needs most at its first rows: all log-probabilities, and two fp32 gradients of these

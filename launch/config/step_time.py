@@ -4,11 +4,12 @@
 
 The MFU is that of a step without communication. A collective is a ring: while each rank sends n bytes, n bytes leave each host, so the rate
 is that of all adapters of a host together, or on one host that of a GPU's link. An exchange of all ranks with all, as in 1-bit Adam and
-Muon, is no ring: g times the bytes of a rank leave a host of g GPUs.
+Muon, is no ring: g times the bytes of a rank leave a host of g GPUs. Slices of sequences are exchanged over the GPUs' links if the ranks of
+a row are on one host.
 
 What overlaps: with `overlap_comm`, stage 2 reduces gradients during the backward pass, stage 1 during that of the last micro-batch, and
-stage 3 sends everything during forward and backward passes. All other communication is added to the arithmetic. Not in the plan: latency,
-offload, evaluation, checkpoints and restarts.
+stage 3 sends everything during forward and backward passes. All other communication is added to the arithmetic, as are the exchanges of
+slices, for which attention waits. Not in the plan: latency, offload, evaluation, checkpoints and restarts.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Hardware(NamedTuple):
         flops: FLOP/s of a GPU that the arithmetic reaches: its peak times the MFU.
         assumed: the MFU and its source, for the reader.
         network: bits per second; None: communication takes no time.
+        link: bits per second of a GPU's link within its host, for slices of sequences; None: `network`.
     """
 
     device: str
     flops: float
     assumed: str
     network: float | None
+    link: float | None = None
 
 
 def hardware_of(flags: argparse.Namespace, run: RunConfig) -> Hardware | None:
@@ -53,14 +56,15 @@ def hardware_of(flags: argparse.Namespace, run: RunConfig) -> Hardware | None:
         UsageError: a GPU is missing, or its peak in the run's precision is not known.
     """
     if (device := device_named(flags.device or "")) is None:
-        if flags.mfu is not None or flags.interconnect is not None:
-            raise UsageError("--mfu and --interconnect plan the time on a GPU; name it too, for example --device h100")
+        if (flags.mfu, flags.interconnect, flags.gpu_link) != (None, None, None):
+            raise UsageError("--mfu, --interconnect and --gpu_link plan the time on a GPU; name it too, for example --device h100")
         return None
     dtype = registry.make_techniques(run).matmul_dtype or run.precision
     if (peak := peak_flops(device, dtype)) is None:
         raise UsageError(f"--device {flags.device}: it has no {dtype}, or its peak is not known; plan for another precision or device")
     mfu, source = (flags.mfu, "--mfu") if flags.mfu is not None else measured_mfu(run.model_config)
-    return Hardware(f"{device}, {peak / 1e12:,.4g} TFLOP/s in {dtype}", peak * mfu, f"MFU {mfu:.3g} ({source})", flags.interconnect)
+    arithmetic = f"{device}, {peak / 1e12:,.4g} TFLOP/s in {dtype}"
+    return Hardware(arithmetic, peak * mfu, f"MFU {mfu:.3g} ({source})", flags.interconnect, flags.gpu_link)
 
 
 def measured_mfu(model: GPTConfig) -> tuple[float, str]:
@@ -93,9 +97,11 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
         again += 6 * model.d_model * model.vocab_size * ("loss_head" not in terms)
     flops += round(flops * again / flops_per_token(model) / 3)
     compute = flops / steps / run.ranks / hardware.flops
-    communication = 8 * sent / hardware.network if hardware.network else 0.0
-    overlapping, during = _overlap(run, sent)
-    hidden = min(communication * overlapping, during * compute)
+    exchanged, link = techniques.exchanged_bytes(steps), hardware.link or hardware.network
+    around = 8 * (sent - exchanged) / hardware.network if hardware.network else 0.0
+    communication = around + (8 * exchanged / link if link else 0.0)
+    overlapping, during = _overlap(run, sent - exchanged)
+    hidden = min(around * overlapping, during * compute)
     step = compute + communication - hidden
     return {
         "arithmetic_seconds": compute,

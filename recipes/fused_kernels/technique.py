@@ -111,9 +111,9 @@ class FusedKernels(Technique):
         terms = {}
         if self.asked["attention"] and device == "cpu" and not model.dropout:
             pairs = sum((end - start) * end for start, end, _, _ in attention_blocks([T]))  # of queries and keys
-            terms["attention"] = B * model.n_head * pairs * w if T <= KEPT_LENGTH else 0
+            terms["attention"] = B * model.n_head // self.run.ranks_per_row * pairs * w if T <= KEPT_LENGTH else 0
         if self.asked["cross_entropy"]:
-            tokens, V, C = B * T, model.padded_vocab_size, model.d_model
+            tokens, V, C = B * T // self.run.ranks_per_row, model.padded_vocab_size, model.d_model
             rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
             weight = V * C * (w if device == "cpu" and self.run.precision == "bf16" else 4) + (V * C * 4 if rows < tokens else 0)
             terms["loss_head"] = rows * V * w + min(ROWS, tokens) * V * 4 + tokens * C * w + weight

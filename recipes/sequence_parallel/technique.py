@@ -100,11 +100,11 @@ class SequenceParallel(Technique):
         for block in model.h:
             block.attn.attend = exchanging(block.attn.attend, exchange, self.ranks)
 
-    def bytes_sent(self, base: int, steps: int) -> int:
-        """What is exchanged of queries, keys, values and results: forward and backward, and once more where blocks are recomputed."""
+    def exchanged_bytes(self, steps: int) -> int:
+        """Those of queries, keys, values and results: forward and backward, and once more where blocks are recomputed."""
         shape, run = self.run.shape, self.run
         heads = 2 * shape.n_head + 2 * math.lcm(shape.n_kv_head, self.ranks)
         width = 4 if run.precision == "fp32" else 2
-        tokens = run.micro_batch_size * run.gradient_accumulation_steps * shape.seq_len // self.ranks
         passes = 3 if "activation_checkpointing" in run.techniques else 2
-        return base + passes * shape.n_layer * tokens * heads * shape.d_head * width * (self.ranks - 1) // self.ranks
+        of_a_token = passes * shape.n_layer * heads * shape.d_head * width * (self.ranks - 1) / self.ranks
+        return round(of_a_token * run.total_tokens / run.ranks / steps)

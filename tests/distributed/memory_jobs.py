@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -129,6 +131,29 @@ def model_states(flags: list[str]) -> dict[str, Any]:
         "not in a part": states.found[-1]["not in a part"] - before,
         "sent": (lines[-1]["bytes_sent"], bytes_of(config, config.model_config)),
     }
+
+
+class _GrowthOfStep(Observer):
+    """`grown`: bytes by which the resident memory of this process grows in step 2 over what it is before the forward pass."""
+
+    def on_step(self, step: int) -> None:
+        if step == 2:
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident (man 5 proc)
+            self.before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def after_step(self, step: int) -> None:
+        if step == 2:
+            self.grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before)
+
+
+def growth_of_step(flags: list[str]) -> dict[str, int]:
+    """Bytes by which this rank's memory grows at most in the second of two steps, measured and planned."""
+    growth = _GrowthOfStep()
+    pretrain([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0"], [growth])
+    plan = plan_of(resolve(flags)[0])
+    stands = sum(size for part, size in plan.moments["forward"].items() if part in (*PARTS, "buffers"))
+    return {"measured": growth.grown, "planned": plan.peak - stands}
 
 
 def peaks_at_stage_3(flags: list[str]) -> dict[str, tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from model import accounting
 from model.accounting import parameter_count
 from model.gpt import GPT
 from model.layout import Documents, Layout
+from recipes.sequence_parallel.technique import exchanging
 from tests.helpers import config_of
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
@@ -26,20 +28,25 @@ def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dropout", "end"),
-    [("gpt2", 0.0, None), ("gpt2", 0.1, None), ("llama", 0.0, None), ("qwen3", 0.0, None), ("gpt2", 0.0, 1), ("llama", 0.0, 1)],
+    ("architecture", "dropout", "size", "end"),
+    [
+        *((name, 0.0, size, None) for name in ("gpt2", "llama", "qwen3") for size in (1, 2, 4)),
+        *(("gpt2", 0.1, 1, None), ("gpt2", 0.1, 2, None), ("gpt2", 0.0, 1, 1), ("llama", 0.0, 1, 1), ("llama", 0.0, 2, 1)),
+    ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_activations_of_a_block_are_what_autograd_saves(precision, architecture, dropout, end, monkeypatch):
-    """With `end`, of rows of documents that are too long for a dense mask."""
+def test_the_activations_of_a_block_are_what_autograd_saves(precision, architecture, dropout, size, end, monkeypatch):
+    """size: the ranks that share each row. This one exchanges with itself. With `end`, of documents too long for a dense mask."""
     monkeypatch.setattr(accounting, "DENSE_LENGTH", 0)
-    sizes = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 48, "dropout": dropout}
+    sizes = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 48 * size, "dropout": dropout}
     model, B = config_of(architecture, sizes, vocab_size=100, document_end=end), 2
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     whole = GPT(model).to(dtype)
     block = whole.h[0]
-    documents = Documents(torch.tensor([0, 20, 48, 96]), 48) if end else None
-    block.attn.layout = Layout(documents, whole.wpe.rotation(torch.arange(48), dtype))
+    if size > 1:
+        block.attn.attend = exchanging(block.attn.attend, torch.clone, size)
+    bounds = torch.tensor([0, 20, 48, 96]) * size
+    block.attn.layout = Layout(Documents(bounds, 48 * size) if end else None, whole.wpe.rotation(torch.arange(48), dtype))
     x = torch.randn(B, 48, 64, dtype=dtype, requires_grad=True)
     saved: dict[int, int] = {}
 
@@ -52,7 +59,8 @@ def test_the_activations_of_a_block_are_what_autograd_saves(precision, architect
     for known in (x, *block.parameters(), *(block.attn.layout.rotation or ())):
         saved.pop(known.untyped_storage().data_ptr(), None)
     saved[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()  # which the next block saves
-    run = resolve(["--deepspeed_config", f"ds_configs/zero0_{precision}.json", "--explain", "--micro_batch_size", str(B)])[0]
+    flags = ["--deepspeed_config", f"ds_configs/zero0_{precision}.json", "--explain", "--micro_batch_size", str(B)]
+    run = resolve([*flags, "--set", f"sequence_parallel_size={size}"], ranks=size)[0]
     plans = [memory_per_rank(run, replace(model, n_layer=layers), "cpu").parts["activations"] for layers in (2, 3)]
     assert sum(saved.values()) == pytest.approx(plans[1] - plans[0], rel=STATES_WITHIN)
 
@@ -91,6 +99,49 @@ def test_model_states_and_bytes_sent_are_those_of_the_engine(two_ranks, corpus, 
             most = max(sum(found.values()) for found in rank["found"])
             parameters = parameter_count(resolve(run, ranks=2)[0].model_config)
             assert most == pytest.approx(parameters * bytes_per_parameter(stage, 2, precision), rel=0.1)
+
+
+QUICK_SLICES = [(2, 2, 3, "qwen3", True, 1), (2, 2, 1, "gpt2", False, 2)]
+SLICES = [
+    (size, ranks, stage, architecture, checkpointed, accumulation)
+    for size, ranks in ((2, 2), (2, 4), (4, 4))
+    for stage in (1, 3)
+    for architecture in ("gpt2", "qwen3")
+    for checkpointed in (False, True)
+    for accumulation in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "stage", "architecture", "checkpointed", "accumulation"),
+    [*QUICK_SLICES, *(pytest.param(*cell, marks=pytest.mark.long) for cell in SLICES if cell not in QUICK_SLICES)],
+)
+def test_ranks_that_share_rows_send_what_is_planned(pools, corpus, tmp_path, size, ranks, stage, architecture, checkpointed, accumulation):
+    """Of qwen3, with two heads of keys and values, which four ranks repeat. Accumulation is of two micro-batches."""
+    batch = ["--micro_batch_size", "2", "--global_batch_size", str(2 * accumulation * ranks // size), "--run_name", "r"]
+    run = flags(corpus, tmp_path, f"zero{stage}_bf16", *SHAPE, "--n_head", "4", "--architecture", architecture, *batch)
+    run += ["--set", f"sequence_parallel_size={size}"] + ["--set=activation_checkpointing.enabled=true"] * checkpointed
+    found = pools.of(ranks).run(JOB, flags=run)
+    assert largest(found) == pytest.approx(found[0]["planned"], rel=STATES_WITHIN, abs=4096)
+    for rank in found:
+        assert rank["sent"][0] == pytest.approx(rank["sent"][1], abs=1)
+
+
+@pytest.mark.long
+def test_the_peak_of_long_sequences_is_what_is_planned(pools, tmp_path):
+    """Of GPT-2's vocabulary, whose logits are most of it: they are of a rank's tokens only."""
+    for split, size in (("train", 50_000), ("val", 10_000)):  # as nanoGPT has them
+        np.random.default_rng(0).integers(0, 50_257, size).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    run = flags(tmp_path, tmp_path / "runs", "zero1_fp32", "--n_layer", "2", "--n_head", "4", "--d_model", "256")
+    run += ["--micro_batch_size", "1", "--global_batch_size", "1", "--set", "activation_checkpointing.enabled=true"]
+    peaks = {}
+    for size, length in ((1, 4096), (1, 8192), (2, 4096), (2, 8192)):
+        words = ["--seq_len", str(length), "--set", f"sequence_parallel_size={size}", "--run_name", f"{size}-{length}"]
+        for found in pools.of(size).run("tests.distributed.memory_jobs:growth_of_step", flags=[*run, *words]):
+            print(size, length, found)
+            assert found["measured"] == pytest.approx(found["planned"], rel=0.1)
+            peaks[size, length] = max(found["measured"], peaks.get((size, length), 0))
+    assert peaks[2, 8192] <= 0.55 * peaks[1, 8192]
 
 
 def largest(ranks: list[dict]) -> dict[str, int]:
