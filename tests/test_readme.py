@@ -111,7 +111,7 @@ def test_training_commands_train(command, corpus, tmp_path):
 def test_commands_that_start_nothing_run_as_they_stand(command):
     done = run_script(*shlex.split(command)[1:])
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) > 5
+    assert len(done.stdout.splitlines()) >= 5
 
 
 @pytest.mark.long

@@ -401,7 +401,7 @@ def _block_activations(rank: MemoryInputs) -> int:
         elements -= model.d_model  # of the residual stream, only the norm's fp32 copy is saved
     if device == "cuda" and rank.qkv_widths[1] < q and (not halves or model.document_end is not None):
         elements += 2 * q  # `model.gpt.attend` repeats keys and values
-    if rank.documents == "one by one" and "attention" not in rank.replaced:
+    if rank.documents == "one by one" and "attention" not in rank.replaced and rank.run.ranks_per_row == 1:
         elements += q  # the output of each document, and that of all of them
     size = tokens * elements * w + rank.replaced.get("attention", tokens * model.n_head * FP32)
 
