@@ -132,7 +132,7 @@ def test_comparing_commands_compare(corpus, tmp_path):
         assert done.returncode == 0, done.stdout
         if number == 0:  # a line of each run below the bar while it trains, and one that stays when it has ended
             shown = re.findall(r"\r(\w+-\w+-seed1): step \d+/25, loss [\d.]+, (?:validation [\d.]+, )?\d\d:\d\d left", done.stdout)
-            assert len({*shown}) == 2 and "2 of 2 runs have ended: " in done.stdout
+            assert len({*shown}) == 2 and "run 2 of 2: " in done.stdout
         assert {path.name for path in (tmp_path / str(number)).iterdir()} == {"report.html", "report.json", "loss.png"}
 
 

@@ -119,13 +119,13 @@ GRID = [
         (2, 2, 2, "each on the host"),
     )
 ]
-QUICK = [(3, "gpt2", 2, 2, 2, "each")]
+GATE = [(3, "gpt2", 2, 2, 2, "each")]
 CHECKPOINTS = {"nothing": [], "each": EACH, "each on the host": ON_HOST}
 
 
 @pytest.mark.parametrize(
     ("stage", "model", "accumulation", "ranks", "slices", "checkpointed"),
-    [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.long) for cell in GRID],
+    [pytest.param(*cell, marks=pytest.mark.gate if cell in GATE else pytest.mark.long) for cell in GRID],
 )
 def test_a_run_is_that_of_one_rank_without_tiles(
     stage, model, accumulation, ranks, slices, checkpointed, pools, corpus, tmp_path, tmp_path_factory
