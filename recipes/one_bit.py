@@ -17,7 +17,7 @@ from model.gpt import GPT
 from recipes.blocks import blocks
 from recipes.compressed_all_reduce import CompressedAllReduce
 from recipes.optimizers import ADAM_KEYS, adam_arguments, require_stage_0
-from recipes.technique import Declaration, RunSettings, StepWork, Technique
+from recipes.technique import Declaration, RunForTechniques, StepWork, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
@@ -237,7 +237,7 @@ class CompressedTechnique(Technique):
     #: What a checkpoint of other ranks loses besides the compression errors, for the note.
     also_lost = ""
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.params, self._ranks, name = section, run.ranks, self.declaration.name
         self.resolved_params = {}
         if run.ranks > 1:  # each rank keeps the error of its own compression, and that of its part of the mean
@@ -264,7 +264,7 @@ class CompressedTechnique(Technique):
         self.resolved_params[key] = auto, reason
         return auto
 
-    def _first_phase(self, key: str, run: RunSettings) -> int:
+    def _first_phase(self, key: str, run: RunForTechniques) -> int:
         """The steps of the first phase: the value of `key`."""
         return self._value(key, max(1, round(self.auto_share * run.steps)), f"{self.auto_share} of the run's steps, of whole batches")
 
@@ -329,7 +329,7 @@ class FreezingTechnique(CompressedTechnique):
     compressing = False
     _optimizer: FreezingOptimizer
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         super().__init__(section, run)
         self.freeze_step = self._first_phase("freeze_step", run)
         if not self.resolved_params:

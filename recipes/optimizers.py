@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from recipes.technique import RunSettings
+from recipes.technique import RunForTechniques
 
 #: A step count so large that beta^step is 0 for every beta in use, and that fp32 cannot increase by 1: Adam then corrects no bias.
 LATE_STEP = 1e9
@@ -47,7 +47,7 @@ def fused_adamw(
     )
 
 
-def require_stage_0(run: RunSettings, reason: str) -> None:
+def require_stage_0(run: RunForTechniques, reason: str) -> None:
     """Refuse ZeRO for an optimizer that needs whole tensors on every rank, for `reason`.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from recipes.claims import Claim
-from recipes.technique import RunSettings, Technique, Techniques
+from recipes.technique import RunForTechniques, Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBEDS = ROOT / "recipes" / "testbeds"
@@ -231,7 +231,7 @@ def technique_classes() -> tuple[type[Technique], ...]:
     return tuple(classes)
 
 
-def make_techniques(run: RunSettings) -> Techniques:
+def make_techniques(run: RunForTechniques) -> Techniques:
     """Build the techniques that the resolved configuration `run` switches on, each from its section of the JSON.
 
     `run.techniques` has the sections, `run.optimizer` the optimizer with its type and parameters.

@@ -29,7 +29,7 @@ SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunForTechniques:
     """The part of the resolved run that techniques may read. Batch sizes are in sequences; `steps` assumes whole batches in every step."""
 
     shape: ModelShape
@@ -108,7 +108,7 @@ class StepWork(NamedTuple):
         return self.sequences * self.rows_per_sequence * self.seq_len
 
 
-def whole_step(run: RunSettings) -> StepWork:
+def whole_step(run: RunForTechniques) -> StepWork:
     """The step of a run without techniques."""
     return StepWork(run.micro_batch_size, run.gradient_accumulation_steps, run.shape.seq_len)
 
@@ -225,7 +225,7 @@ class Technique:
     #: For the MFU: the arithmetic of the matrix products; empty: that of the run.
     matmul_dtype: str = ""
 
-    def __init__(self, section: Any, run: RunSettings):
+    def __init__(self, section: Any, run: RunForTechniques):
         """Read `section`, which follows the rules of `declaration.keys`, and check its values against `run`.
 
         Raises:
@@ -422,7 +422,7 @@ class Steps(NamedTuple):
     reported: dict[str, float]  # the techniques' metrics in the first step
 
 
-def steps_of_run(run: RunSettings, techniques: Techniques, stride: int = 1) -> Iterator[Steps]:
+def steps_of_run(run: RunForTechniques, techniques: Techniques, stride: int = 1) -> Iterator[Steps]:
     """The steps of `run` by the techniques' `on_step`, from 1 until the run's tokens are consumed.
 
     The length of a run is fixed in tokens, and techniques may use fewer tokens in a step than a whole batch has.

@@ -94,21 +94,21 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
         checkpoints: the number of segments of blocks that are recomputed from their inputs; `model.n_layer` for every block by itself, 0
             for no activation checkpointing.
     """
-    rank = MemoryInputs(run, model, device, checkpoints)
+    sizes = RankSizes(run, model, device, checkpoints)
     found: dict[str, dict[str, int]] = {moment: {} for moment in MOMENTS if checkpoints or moment != "recompute"}
-    for part, size, during in (term for terms in TERMS for term in terms(rank)):
+    for part, size, during in (term for terms in TERMS for term in terms(sizes)):
         for moment, parts in found.items():
             parts[part] = parts.get(part, 0) + size * (moment in during)
     names = {name: None for parts in found.values() for name in parts}
     shown = {name: found[SHOWN_IN[name]][name] if name in SHOWN_IN else max(parts[name] for parts in found.values()) for name in names}
-    elsewhere = rank.offloaded | {"drive"} | ({"host", "snapshot"} if device == "cuda" else set())
+    elsewhere = sizes.offloaded | {"drive"} | ({"host", "snapshot"} if device == "cuda" else set())
     return MemoryPlan(
         shown, {moment: {name: size for name, size in parts.items() if name not in elsewhere} for moment, parts in found.items()}
     )
 
 
 @dataclass(frozen=True)
-class MemoryInputs:
+class RankSizes:
     """What the terms are computed from.
 
     w: bytes of the working precision. tokens: B T, those of a micro-batch that this rank has; where P ranks share each row, B T / P.
@@ -242,50 +242,50 @@ def parameter_sizes(model: GPTConfig, own_group: Collection[str] = ()) -> list[l
 # --- model states ----------------------------------------------------------------------------------------------------------------------
 
 
-def _model_states(rank: MemoryInputs) -> Iterator[Term]:
-    run, stage, w, whole = rank.run, rank.stage, rank.w, rank.sum_width * sum(rank.flat)
-    owned, accumulates = sum(rank.owned), run.gradient_accumulation_steps > 1
+def _model_states(sizes: RankSizes) -> Iterator[Term]:
+    run, stage, w, whole = sizes.run, sizes.stage, sizes.w, sizes.sum_width * sum(sizes.flat)
+    owned, accumulates = sum(sizes.owned), run.gradient_accumulation_steps > 1
     weights = w * owned * (run.ranks if stage in (1, 2) else 1)
-    if stage == 3 and (group := second_group(rank.zero, run.ranks)) > 1:
+    if stage == 3 and (group := second_group(sizes.zero, run.ranks)) > 1:
         # A second copy of what does not persist, from the forward pass to the update.
-        persists = int(rank.zero["stage3_param_persistence_threshold"])
-        weights += sum(w * -(-n // run.ranks) * run.ranks // group for n in rank.flat if n > persists)
+        persists = int(sizes.zero["stage3_param_persistence_threshold"])
+        weights += sum(w * -(-n // run.ranks) * run.ranks // group for n in sizes.flat if n > persists)
     waiting = 0
     if stage == 3:
-        gradients = carried = rank.sum_width * owned  # one flat buffer, never freed
-    elif rank.has_bf16_optimizer:
-        gradients = carried = FP32 * owned * run.ranks + w * sum(rank.flat)  # the sums, and those of a micro-batch, which are never freed
+        gradients = carried = sizes.sum_width * owned  # one flat buffer, never freed
+    elif sizes.has_bf16_optimizer:
+        gradients = carried = FP32 * owned * run.ranks + w * sum(sizes.flat)  # the sums, and those of a micro-batch, which are never freed
     else:
         # The whole gradients of all parameters that overlap the rank's partition, or of all parameters.
-        shared = stage == 2 or (stage == 1 and rank.zero["contiguous_gradients"])
-        gradients = rank.sum_width * owned if rank.sum_width > w else w * _largest_share(rank) if shared else whole
+        shared = stage == 2 or (stage == 1 and sizes.zero["contiguous_gradients"])
+        gradients = sizes.sum_width * owned if sizes.sum_width > w else w * _largest_share(sizes) if shared else whole
         carried = 0 if not accumulates else gradients if stage == 2 else whole  # stages 0 and 1 reduce in the last micro-batch only
-    if stage == 1 and not rank.zero["overlap_comm"] and not rank.has_bf16_optimizer:
+    if stage == 1 and not sizes.zero["overlap_comm"] and not sizes.has_bf16_optimizer:
         # They are reduced after the backward pass. Until then, gradients beyond the bucket stay in memory.
-        waiting = max(0, whole - rank.sum_width * int(rank.zero["reduce_bucket_size"]))
+        waiting = max(0, whole - sizes.sum_width * int(sizes.zero["reduce_bucket_size"]))
     yield Term("weights", weights)
     yield Term("gradients", carried, ("forward", "recompute"))
     yield Term("gradients", gradients + waiting, ("backward",))
     yield Term("gradients", gradients, ("update",))
     yield Term("master_weights", 0 if stage == 0 and run.precision == "fp32" else FP32 * owned)
-    per_parameter = rank.techniques.optimizer_tensors or state_tensors(run.optimizer)
+    per_parameter = sizes.techniques.optimizer_tensors or state_tensors(run.optimizer)
     yield Term("optimizer_states", round(FP32 * per_parameter * owned))
 
 
-def _update(rank: MemoryInputs) -> Iterator[Term]:
-    w, halves = rank.w, rank.run.precision != "fp32"
-    if rank.offloads_optimizer:
+def _update(sizes: RankSizes) -> Iterator[Term]:
+    w, halves = sizes.w, sizes.run.precision != "fp32"
+    if sizes.offloads_optimizer:
         size = 0
-    elif rank.stage == 0:
+    elif sizes.stage == 0:
         # fp32: torch's optimizer uses the gradients as they are. bf16, fp16: FP16_UnfusedOptimizer copies every gradient to fp32.
-        size = FP32 * sum(rank.flat) if halves else 0
+        size = FP32 * sum(sizes.flat) if halves else 0
     else:
         # One group or sub-group at a time: its gradients flattened, and a copy in fp32 if they are not fp32. At stage 3, before the update
         # the norm in fp64, one parameter at a time. fp32 sums of halves are not copied, and at stages 1 and 2 are flat already.
-        wide = halves and rank.sum_width == FP32
-        size = 0 if wide and rank.stage < 3 else rank.largest_owned * (FP32 + w * (halves and not wide))
-        size = max(size, 8 * -(-max(rank.flat) // rank.run.ranks)) if rank.stage == 3 else size
-    yield Term("update", size + rank.replaced.get("update", 0) * (not rank.offloads_optimizer), ("update",))
+        wide = halves and sizes.sum_width == FP32
+        size = 0 if wide and sizes.stage < 3 else sizes.largest_owned * (FP32 + w * (halves and not wide))
+        size = max(size, 8 * -(-max(sizes.flat) // sizes.run.ranks)) if sizes.stage == 3 else size
+    yield Term("update", size + sizes.replaced.get("update", 0) * (not sizes.offloads_optimizer), ("update",))
 
 
 def second_group(zero: dict[str, Any], ranks: int) -> int:
@@ -293,11 +293,11 @@ def second_group(zero: dict[str, Any], ranks: int) -> int:
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
 
-def _largest_share(rank: MemoryInputs) -> int:
+def _largest_share(sizes: RankSizes) -> int:
     """Elements of all parameters that overlap a rank's partitions, for the rank with the most."""
-    ranks = rank.run.ranks
+    ranks = sizes.run.ranks
     shares = [0] * ranks
-    for group, part in zip(rank.groups, rank.owned, strict=True):
+    for group, part in zip(sizes.groups, sizes.owned, strict=True):
         end = 0
         for n in group:
             start, end = end, end + n
@@ -306,74 +306,74 @@ def _largest_share(rank: MemoryInputs) -> int:
     return max(shares)
 
 
-def _elsewhere(rank: MemoryInputs) -> Iterator[Term]:
+def _elsewhere(sizes: RankSizes) -> Iterator[Term]:
     """What is in host memory and on NVMe: offloaded states with their buffers, checkpointed activations, the copy for a checkpoint."""
-    w, zero, size = rank.w, rank.zero, {part: size for part, size, _ in _model_states(rank)}
+    w, zero, size = sizes.w, sizes.zero, {part: size for part, size, _ in _model_states(sizes)}
     states = size["master_weights"] + size["optimizer_states"]
     # Rank 0 copies its states, at stage 3 without the weights, which DeepSpeed saves in fp32 only. NVMe is copied file by file.
-    copied = size["weights"] if rank.stage < 3 else 0
+    copied = size["weights"] if sizes.stage < 3 else 0
     host = drive = 0
     section = zero.get("offload_optimizer") or {}
-    if rank.run.offload("offload_optimizer") == "nvme":
+    if sizes.run.offload("offload_optimizer") == "nvme":
         # Weights, moments and fp32 gradients are on NVMe; one sub-group of each is in page-locked buffers.
         drive = states + size["master_weights"]
-        host = FP32 * rank.largest_owned * int(section.get("buffer_count") or 4) + size["gradients"]
+        host = FP32 * sizes.largest_owned * int(section.get("buffer_count") or 4) + size["gradients"]
     else:
         copied += states
-    if rank.run.offload("offload_optimizer") == "cpu":
+    if sizes.run.offload("offload_optimizer") == "cpu":
         # The fp32 gradients of the update stay in memory, with the master weights. At stages 1 and 2 also a copy of the updated partition
         # in the working precision, a staging buffer, and the accumulated gradients.
         host = states + size["master_weights"]
-        accumulated = size["gradients"] if rank.stage == 3 or rank.run.gradient_accumulation_steps > 1 else 0
-        host += accumulated + (0 if rank.stage == 3 else size["master_weights"] * w // FP32 + w * max(rank.flat))
+        accumulated = size["gradients"] if sizes.stage == 3 or sizes.run.gradient_accumulation_steps > 1 else 0
+        host += accumulated + (0 if sizes.stage == 3 else size["master_weights"] * w // FP32 + w * max(sizes.flat))
     section = zero.get("offload_param") or {}
-    if rank.run.offload("offload_param") == "nvme":
+    if sizes.run.offload("offload_param") == "nvme":
         drive += size["weights"]
         host += w * int(section.get("buffer_size") or BUFFER_SIZE) * int(section.get("buffer_count") or 5)
         kept = section.get("max_in_cpu")  # moved back from the drive for good (DeepSpeed's stage3.py, _move_to_flat_buffer)
         host += min(size["weights"], w * (MAX_IN_CPU if kept is None else int(kept)))
-    elif rank.run.offload("offload_param") == "cpu":
+    elif sizes.run.offload("offload_param") == "cpu":
         host += size["weights"]
-    yield Term("host", host + _checkpoints_on_host(rank))
+    yield Term("host", host + _checkpoints_on_host(sizes))
     yield Term("drive", drive)
-    yield Term("snapshot", copied if rank.run.saves_beside_training else 0)
+    yield Term("snapshot", copied if sizes.run.saves_beside_training else 0)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------------------------
 
 
-def _activations(rank: MemoryInputs) -> Iterator[Term]:
+def _activations(sizes: RankSizes) -> Iterator[Term]:
     """The embedding, the blocks and the last norm. A checkpointed segment of blocks keeps only its input."""
-    model, block = rank.model, _block_activations(rank)
-    mask = _document_mask(rank)
-    saved = 2 * rank.unit + mask  # the sum of the embeddings, the last norm's output
+    model, block = sizes.model, _block_activations(sizes)
+    mask = _document_mask(sizes)
+    saved = 2 * sizes.unit + mask  # the sum of the embeddings, the last norm's output
     if model.dropout:
-        saved += rank.unit if rank.device == "cpu" else rank.unit // rank.w
-    saved += rank.unit * rank.checkpoints - _checkpoints_on_host(rank) if rank.checkpoints else block * model.n_layer
+        saved += sizes.unit if sizes.device == "cpu" else sizes.unit // sizes.w
+    saved += sizes.unit * sizes.checkpoints - _checkpoints_on_host(sizes) if sizes.checkpoints else block * model.n_layer
     # In the backward pass of a block: the gradients of the input and output of the MLP's activation, and what the MLP of a tile saves only
     # now; or those of queries, keys and values, one by one and in one tensor, when three tensors of the block are not needed any more. And
     # the gradients of the residual stream, and of a tied weight. The head's gradient of that weight is kept until it is added to the
     # embedding's, which is dense.
-    of_mlp = rank.tile * (model.c_fc_width + model.d_ff + (_mlp_elements(model) if rank.tiled else 0))
-    of_attention = rank.tokens * (2 * sum(rank.qkv_widths) - 3 * model.d_model)
-    in_flight = rank.unit + max(of_mlp, of_attention) * rank.w
+    of_mlp = sizes.tile * (model.c_fc_width + model.d_ff + (_mlp_elements(model) if sizes.tiled else 0))
+    of_attention = sizes.tokens * (2 * sum(sizes.qkv_widths) - 3 * model.d_model)
+    in_flight = sizes.unit + max(of_mlp, of_attention) * sizes.w
     if model.tied_head:
-        in_flight += model.padded_vocab_size * model.d_model * rank.w
+        in_flight += model.padded_vocab_size * model.d_model * sizes.w
     yield Term("activations", saved, ("forward",))
-    if rank.checkpoints:
-        yield Term("activations", saved + block * -(-model.n_layer // rank.checkpoints) + in_flight, ("recompute",))
+    if sizes.checkpoints:
+        yield Term("activations", saved + block * -(-model.n_layer // sizes.checkpoints) + in_flight, ("recompute",))
     yield Term("activations", block + mask + in_flight, ("backward",))
 
 
-def _document_mask(rank: MemoryInputs) -> int:
+def _document_mask(sizes: RankSizes) -> int:
     """Bytes of the mask if attention stays within documents: B T^2, on every rank, shared by all blocks until their backward passes end."""
-    return rank.run.micro_batch_size * rank.model.seq_len**2 * rank.w if rank.documents == "in a mask" else 0
+    return sizes.run.micro_batch_size * sizes.model.seq_len**2 * sizes.w if sizes.documents == "in a mask" else 0
 
 
-def _checkpoints_on_host(rank: MemoryInputs) -> int:
+def _checkpoints_on_host(sizes: RankSizes) -> int:
     """Bytes of the inputs of checkpointed segments that are not on the device."""
-    inputs = rank.unit * rank.checkpoints
-    return inputs - rank.replaced.get("checkpoints", inputs)
+    inputs = sizes.unit * sizes.checkpoints
+    return inputs - sizes.replaced.get("checkpoints", inputs)
 
 
 def _mlp_elements(model: GPTConfig) -> int:
@@ -381,7 +381,7 @@ def _mlp_elements(model: GPTConfig) -> int:
     return model.c_fc_width + model.d_ff * (2 if model.mlp == "swiglu" else 1)
 
 
-def _block_activations(rank: MemoryInputs) -> int:
+def _block_activations(sizes: RankSizes) -> int:
     """Bytes that one block saves for its backward pass, without its input. GPT-2: 16 B T C elements, and a few numbers per token.
 
     The 16 are: 1 output of the first norm, 3 queries, keys and values, 1 output of attention, 1 residual stream between the branches, 1
@@ -389,21 +389,21 @@ def _block_activations(rank: MemoryInputs) -> int:
     those; swiglu has an input of 2 d_ff, and saves silu of its gate too. Attention saves 1 fp32 number per token and head, or the bytes
     that a technique states. Ranks that share a row save these as they are exchanged, the output once more, and the input of QK-norm.
     """
-    model, device, w, tokens, halves = rank.model, rank.device, rank.w, rank.tokens, rank.run.precision != "fp32"
+    model, device, w, tokens, halves = sizes.model, sizes.device, sizes.w, sizes.tokens, sizes.run.precision != "fp32"
     q, k, v = (heads * model.d_head for heads in model.qkv_heads)
-    elements = 4 * model.d_model + sum(rank.qkv_widths) + q + (0 if rank.tiled else _mlp_elements(model))
-    if rank.run.ranks_per_row > 1:
+    elements = 4 * model.d_model + sum(sizes.qkv_widths) + q + (0 if sizes.tiled else _mlp_elements(model))
+    if sizes.run.ranks_per_row > 1:
         # On a CPU, attention with dropout saves no output, and QK-norm saves fp32 copies of its input only.
         elements += q * (device == "cuda" or not model.dropout) + (q + k + v) * (model.qk_norm and (device == "cuda" or not halves))
     elif model.positions == "rotary" or model.qk_norm:
         elements += q + k
     if NORM_SIZES[model.norm].fp32_copies and device == "cpu" and halves:
         elements -= model.d_model  # of the residual stream, only the norm's fp32 copy is saved
-    if device == "cuda" and rank.qkv_widths[1] < q and (not halves or model.document_end is not None):
+    if device == "cuda" and sizes.qkv_widths[1] < q and (not halves or model.document_end is not None):
         elements += 2 * q  # `model.gpt.attend` repeats keys and values
-    if rank.documents == "one by one" and "attention" not in rank.replaced and rank.run.ranks_per_row == 1:
+    if sizes.documents == "one by one" and "attention" not in sizes.replaced and sizes.run.ranks_per_row == 1:
         elements += q  # the output of each document, and that of all of them
-    size = tokens * elements * w + rank.replaced.get("attention", tokens * model.n_head * FP32)
+    size = tokens * elements * w + sizes.replaced.get("attention", tokens * model.n_head * FP32)
 
     def norm(name: str, rows: int, width: int) -> int:
         """Beside input and output: fp32 statistics; on a CPU also fp32 copies of the input and, if it is not fp32, of the result."""
@@ -413,17 +413,17 @@ def _block_activations(rank: MemoryInputs) -> int:
     size += 2 * norm(model.norm, tokens, model.d_model)
     if model.qk_norm:
         size += sum(norm("rmsnorm", tokens * width // model.d_head, model.d_head) for width in (q, k))
-    branches = 1 if rank.tiled else 2
+    branches = 1 if sizes.tiled else 2
     if model.dropout and device == "cpu":
         # A mask in the working precision for each branch. Attention with dropout is not fused on a CPU: it saves fp32 copies of queries,
         # keys and values instead of one tensor, and three tensors of T x T per head: the softmax, the mask and their product.
-        size += branches * rank.unit + 3 * tokens * q * (FP32 - w) + 3 * tokens * model.n_head * model.seq_len * FP32
+        size += branches * sizes.unit + 3 * tokens * q * (FP32 - w) + 3 * tokens * model.n_head * model.seq_len * FP32
     elif model.dropout:
-        size += branches * rank.unit // w  # one byte per element
+        size += branches * sizes.unit // w  # one byte per element
     return size
 
 
-def _loss_head(rank: MemoryInputs) -> Iterator[Term]:
+def _loss_head(sizes: RankSizes) -> Iterator[Term]:
     """Logits and softmax of a rank's tokens, `LOSS_ROWS` rows in fp32 at a time: the larger of the forward and the backward pass.
 
     The forward pass needs most at its last rows: all logits in the working precision, all log-probabilities in fp32, and an fp32 copy of
@@ -431,46 +431,46 @@ def _loss_head(rank: MemoryInputs) -> Iterator[Term]:
     rows. Each added loss of a technique has logits and their gradients, in the working precision and in fp32. Of several tiles, the sum of
     the weight's gradients is there beside that of a tile.
     """
-    w, V, halves = rank.w, rank.model.padded_vocab_size, rank.w < FP32
-    tokens = rank.tokens if "loss_head" in rank.replaced else rank.tile
+    w, V, halves = sizes.w, sizes.model.padded_vocab_size, sizes.w < FP32
+    tokens = sizes.tokens if "loss_head" in sizes.replaced else sizes.tile
     row, chunks = min(LOSS_ROWS, tokens) * V * FP32, -(-tokens // LOSS_ROWS)
-    summed = V * rank.model.d_model * w if tokens < rank.tokens else 0
+    summed = V * sizes.model.d_model * w if tokens < sizes.tokens else 0
     of_tile = max(tokens * V * w + row * (chunks + halves), row * (chunks + 2), tokens * V * w + summed)
-    size = rank.replaced.get("loss_head", of_tile + summed)
-    added = len(rank.techniques.added_losses) * 2 * (w + FP32 * halves) * tokens * V
+    size = sizes.replaced.get("loss_head", of_tile + summed)
+    added = len(sizes.techniques.added_losses) * 2 * (w + FP32 * halves) * tokens * V
     yield Term("loss_head", size + added, ("forward",))
 
 
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def _buffers(rank: MemoryInputs) -> Iterator[Term]:
+def _buffers(sizes: RankSizes) -> Iterator[Term]:
     """The reduction buckets, the gathered weights, and the copy that a reduction sends.
 
     A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients.
     """
-    stage, w, ranks = rank.stage, rank.w, rank.run.ranks
-    if stage == 0 or rank.has_bf16_optimizer:
-        copies = FP32 + w if rank.has_bf16_optimizer else w  # the sums of all groups, and what is sent
-        yield Term("buffers", copies * min(sum(rank.flat), ALLREDUCE_ELEMENTS) if ranks > 1 else 0, ("backward",))
+    stage, w, ranks = sizes.stage, sizes.w, sizes.run.ranks
+    if stage == 0 or sizes.has_bf16_optimizer:
+        copies = FP32 + w if sizes.has_bf16_optimizer else w  # the sums of all groups, and what is sent
+        yield Term("buffers", copies * min(sum(sizes.flat), ALLREDUCE_ELEMENTS) if ranks > 1 else 0, ("backward",))
         return
-    bucket = int(rank.zero["reduce_bucket_size"])
-    bucketed = sum(n for n in rank.flat if n <= bucket)  # larger parameters are reduced in place
+    bucket = int(sizes.zero["reduce_bucket_size"])
+    bucketed = sum(n for n in sizes.flat if n <= bucket)  # larger parameters are reduced in place
     # overlap_comm is true by default at stage 3, else false. At stages 1 and 2 it adds a second bucket.
-    elements = 2 * bucket if stage < 3 and rank.zero["overlap_comm"] else bucket
+    elements = 2 * bucket if stage < 3 and sizes.zero["overlap_comm"] else bucket
     # Stage 3 always holds its bucket; stages 1 and 2 hold it from the first gradient on.
-    written = elements if rank.device == "cuda" else min(elements, bucketed)
-    yield Term("buffers", (rank.sum_width if stage == 1 else w) * written, MOMENTS if stage == 3 else ("recompute", "backward"))
+    written = elements if sizes.device == "cuda" else min(elements, bucketed)
+    yield Term("buffers", (sizes.sum_width if stage == 1 else w) * written, MOMENTS if stage == 3 else ("recompute", "backward"))
     # Slices of several ranks, or several tensors, are concatenated before they are sent.
-    largest_sent = max(min(bucket, bucketed), max((n for n in rank.flat if n > bucket), default=0))
+    largest_sent = max(min(bucket, bucketed), max((n for n in sizes.flat if n > bucket), default=0))
     yield Term("buffers", w * largest_sent if ranks > 1 or stage == 3 else 0, ("backward",))
     if stage == 3 and ranks > 1:
         # The whole weights, and the flat buffer of the last gather, from which they are copied.
-        live = gathered_weights(rank)[1]
-        yield Term("buffers", w * (live + min(int(rank.zero["stage3_prefetch_bucket_size"]), live)), ("forward", "recompute", "backward"))
+        live = gathered_weights(sizes)[1]
+        yield Term("buffers", w * (live + min(int(sizes.zero["stage3_prefetch_bucket_size"]), live)), ("forward", "recompute", "backward"))
 
 
-def gathered_weights(rank: MemoryInputs) -> tuple[int, int]:
+def gathered_weights(sizes: RankSizes) -> tuple[int, int]:
     """Stage 3: elements that are gathered in a forward and backward pass, and elements that are gathered at the same time; upper bounds.
 
     A weight stays gathered if it is used again within `stage3_max_reuse_distance` elements, so half of that distance stays from the forward
@@ -478,18 +478,18 @@ def gathered_weights(rank: MemoryInputs) -> tuple[int, int]:
     the module that passes a limit is gathered whole. With the JSONs that ship, both are exact for models of less than half of the reuse
     distance; for larger presets, the elements at the same time are at most 9% too many, and those in a pass at most 46%.
     """
-    zero, model = rank.zero, rank.model
+    zero, model = sizes.zero, sizes.model
     reuse, ahead = int(zero["stage3_max_reuse_distance"]) // 2, int(zero["stage3_prefetch_bucket_size"])
-    gathered = sum(n for n in rank.flat if n > int(zero["stage3_param_persistence_threshold"]))
+    gathered = sum(n for n in sizes.flat if n > int(zero["stage3_param_persistence_threshold"]))
     # A tied weight is used by the embedding and by the head.
     used = gathered + model.padded_vocab_size * model.d_model * model.tied_head
-    largest = max(rank.flat)
+    largest = max(sizes.flat)
     live = largest + max(reuse + largest, int(zero["stage3_max_live_parameters"]) if ahead else 0)
-    return gathered if used <= reuse else 2 * used - reuse, min(sum(rank.flat), sum(rank.flat) - gathered + live)
+    return gathered if used <= reuse else 2 * used - reuse, min(sum(sizes.flat), sum(sizes.flat) - gathered + live)
 
 
 #: The functions that yield the terms of a rank.
-TERMS: tuple[Callable[[MemoryInputs], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
+TERMS: tuple[Callable[[RankSizes], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
 
 
 # --- bytes sent --------------------------------------------------------------------------------------------------------------------------
@@ -502,13 +502,13 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
     up to 8,000 of them, are not.
     """
-    rank = MemoryInputs(run, model, "cuda", 0)
-    stage, zero, w, ranks, share = rank.stage, rank.zero, rank.w, run.ranks, (run.ranks - 1) / run.ranks
-    whole, padded = sum(rank.flat), ranks * sum(rank.owned)
+    sizes = RankSizes(run, model, "cuda", 0)
+    stage, zero, w, ranks, share = sizes.stage, sizes.zero, sizes.w, run.ranks, (run.ranks - 1) / run.ranks
+    whole, padded = sum(sizes.flat), ranks * sum(sizes.owned)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
     if stage == 0:
         return round(share * 2 * (w * whole + loss_and_signals))
-    if rank.has_bf16_optimizer:
+    if sizes.has_bf16_optimizer:
         return round(share * (3 * w * padded + 2 * loss_and_signals))  # all-reduced in bf16; the weights
     if stage in (1, 2):
         # The gradients are all-reduced, although each rank keeps only its part, unless each slice is reduced to its owner. Stage 2
@@ -516,12 +516,12 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
         to_owner = zero["reduce_scatter"] and not zero["use_multi_rank_bucket_allreduce"]
         gradients = (1 if to_owner else 2) * w * whole * (accumulation if stage == 2 else 1)
         overflow = 1 if run.precision != "fp32" else 0
-        return round(share * (gradients + w * padded + 2 * (loss_and_signals + 4 * len(rank.groups) + overflow)))
-    persistent = sum(-(-n // ranks) * ranks for n in rank.flat if n <= int(zero["stage3_param_persistence_threshold"]))
+        return round(share * (gradients + w * padded + 2 * (loss_and_signals + 4 * len(sizes.groups) + overflow)))
+    persistent = sum(-(-n // ranks) * ranks for n in sizes.flat if n <= int(zero["stage3_param_persistence_threshold"]))
     gradients = w * padded * accumulation  # reduce-scattered in every micro-batch
     # Weights that do not persist are gathered in every micro-batch, as int8 if quantized; those that persist, after the update.
-    gathered, g = gathered_weights(rank)[0] * accumulation, 1 if zero.get("zero_quantized_weights") else w
-    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(rank.groups)))
+    gathered, g = gathered_weights(sizes)[0] * accumulation, 1 if zero.get("zero_quantized_weights") else w
+    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(sizes.groups)))
     if (group := second_group(zero, ranks)) == 1:
         return round(sent + share * g * gathered)
     first = padded - persistent  # once from all ranks, and then from the group that has the second copy

@@ -21,7 +21,7 @@ from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
 from launch.config.deepspeed_json import DeepSpeedJson, check_keys, fill_defaults, section_rule, value_at
 from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU
-from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RunValues, given_fields, parse_flags
+from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, FlagValues, given_fields, parse_flags
 from launch.config.optimizer import check_schedule, fill_optimizer, resolve_optimizer, resolve_schedule
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
@@ -30,7 +30,7 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import FP32_NAMES, SEQUENCE_PARALLEL, RunSettings, Techniques, divisors, largest_divisor, steps_of_run
+from recipes.technique import FP32_NAMES, SEQUENCE_PARALLEL, RunForTechniques, Techniques, divisors, largest_divisor, steps_of_run
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -50,7 +50,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(RunValues, RunSettings):
+class RunConfig(FlagValues, RunForTechniques):
     """A resolved run, as data. Batch sizes count sequences, lengths and budgets count tokens.
 
     Attributes:
@@ -151,7 +151,10 @@ class RunConfig(RunValues, RunSettings):
         """The configuration as `run.json` records it."""
         # The shape has what the architecture sets.
         names = [
-            one.name for cls in (RunValues, RunSettings) for one in fields(cls) if one.name not in ("architecture", "shape", "ds_config")
+            one.name
+            for cls in (FlagValues, RunForTechniques)
+            for one in fields(cls)
+            if one.name not in ("architecture", "shape", "ds_config")
         ]
         own = {name: getattr(self, name) for name in names}
         return {**own, "engine": self.ds_config, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}

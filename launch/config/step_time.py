@@ -20,7 +20,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.config.memory import MemoryInputs
+from launch.config.memory import RankSizes
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
 from model.accounting import block_flops_per_token, device_named, flops_per_token, parameter_count, peak_flops
@@ -117,10 +117,10 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
 
 def _overlap(run: RunConfig, sent: int) -> tuple[float, float]:
     """The share of the bytes sent that overlaps with arithmetic, and the share of the step's arithmetic during which it can."""
-    rank = MemoryInputs(run, run.model_config, "cuda", 0)
-    if rank.stage == 0 or rank.has_bf16_optimizer or not rank.zero["overlap_comm"] or not sent:
+    sizes = RankSizes(run, run.model_config, "cuda", 0)
+    if sizes.stage == 0 or sizes.has_bf16_optimizer or not sizes.zero["overlap_comm"] or not sent:
         return 0.0, 0.0
-    if rank.stage == 3:
+    if sizes.stage == 3:
         return 1.0, 1.0
-    gathered = rank.w * sum(rank.owned) * (run.ranks - 1)  # the weights, after the update
-    return 1 - gathered / sent, BACKWARD / (1 if rank.stage == 2 else run.gradient_accumulation_steps)
+    gathered = sizes.w * sum(sizes.owned) * (run.ranks - 1)  # the weights, after the update
+    return 1 - gathered / sent, BACKWARD / (1 if sizes.stage == 2 else run.gradient_accumulation_steps)

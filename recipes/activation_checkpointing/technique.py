@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.gpt import BlockRunner
 from model.presets import GPTConfig
-from recipes.technique import Declaration, RunSettings, Technique
+from recipes.technique import Declaration, RunForTechniques, Technique
 
 
 def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
@@ -59,7 +59,7 @@ class ActivationCheckpointing(Technique):
         off_without_values=True,
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         layers = run.shape.n_layer
         self.checkpointed_segments = section.get("number_checkpoints") or layers
         if self.checkpointed_segments > layers:

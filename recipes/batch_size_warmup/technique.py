@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from recipes.technique import Declaration, RunSettings, StepWork, Technique, largest_divisor, without_auto
+from recipes.technique import Declaration, RunForTechniques, StepWork, Technique, largest_divisor, without_auto
 
 
 def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: int) -> list[tuple[int, int]]:
@@ -50,7 +50,7 @@ class BatchSizeWarmup(Technique):
         changes_tokens=True,
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.ranks, self.micro_batch_size = run.data_ranks, run.micro_batch_size
         start, increment, warmup_tokens = self._resolved(section, run)
         found = stages(start, increment, run.global_batch_size, warmup_tokens, run.shape.seq_len)
@@ -62,7 +62,7 @@ class BatchSizeWarmup(Technique):
             grows = f"the global batch of {run.global_batch_size} sequences is that of the first step already, and does not grow"
         self.notes = (f"batch_size_warmup: {grows}",)
 
-    def _resolved(self, section: dict[str, Any], run: RunSettings) -> tuple[int, int, int]:
+    def _resolved(self, section: dict[str, Any], run: RunForTechniques) -> tuple[int, int, int]:
         """The three values. Raises ValueError, see `Technique.__init__`."""
         given, full, ranks = without_auto(section), run.global_batch_size, run.data_ranks
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from recipes.technique import Declaration, RunSettings, StepWork, Technique, without_auto
+from recipes.technique import Declaration, RunForTechniques, StepWork, Technique, without_auto
 
 #: "auto": the share of the run's steps of whole batches that the curriculum takes, a little more than for the paper's GPT-2 of 1.5 B
 #: parameters (110 of 300 thousand steps).
@@ -103,7 +103,7 @@ class CurriculumLearning(Technique):
         changes_tokens=True,
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.seq_len, self.steps = run.shape.seq_len, run.steps
         self.section = self._resolved(section)
         self.reshapes = section.get("mode") == "reshape"

@@ -18,7 +18,7 @@ from typing import Any
 
 from model.accounting import block_tensors
 from model.gpt import GPT
-from recipes.technique import Declaration, RunSettings, Technique, without_auto
+from recipes.technique import Declaration, RunForTechniques, Technique, without_auto
 
 #: Ada, NVIDIA's first GPUs with fp8.
 CAPABILITY = (8, 9)
@@ -50,7 +50,7 @@ class Fp8(Technique):
     needs_cuda = {"fp8": CAPABILITY}
     matmul_dtype = "fp8"
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.scaling = without_auto(section).get("scaling", SCALINGS[0])
         self.emulate = section.get("emulate", False)
         if self.emulate:

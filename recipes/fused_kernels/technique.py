@@ -27,7 +27,7 @@ from model.presets import GPTConfig
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
 from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy, write_gradient
 from recipes.fused_kernels.gelu import CompiledGELU
-from recipes.technique import Declaration, RunSettings, Technique
+from recipes.technique import Declaration, RunForTechniques, Technique
 
 SWITCH = {"enum": [True, False], "auto": True}
 #: The lowest compute capability that Triton supports; Liger's kernels and those of torch.compile are written in it.
@@ -75,7 +75,7 @@ class FusedKernels(Technique):
         same_algorithm=True,
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.run = run
         self.asked = {name: section.get(name, False) for name in self.declaration.keys}
         if not any(self.asked.values()):

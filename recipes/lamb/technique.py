@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.lamb.optimizer import Lamb
 from recipes.optimizers import ADAM_KEYS, adam_arguments, require_stage_0
-from recipes.technique import Declaration, RunSettings, Technique
+from recipes.technique import Declaration, RunForTechniques, Technique
 
 #: The keys of LAMB besides lr, betas, eps and weight_decay, in both recipes. The limits of the trust ratio are DeepSpeed's defaults.
 LAMB_KEYS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ class LambTechnique(Technique):
     declaration = Declaration(optimizer_type="Lamb", keys=LAMB_KEYS, auto_params=LAMB_AUTO)
     optimizer_tensors = 2
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.params = section
         self.limits = limits(section, "min_coeff", "max_coeff")
         require_stage_0(run, "Lamb takes the norms of whole tensors")

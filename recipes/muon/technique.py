@@ -17,7 +17,7 @@ from model.accounting import model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
 from recipes.masters import Fragment, fragments_of_rank, master_weights
 from recipes.muon.optimizer import Matrix, Muon
-from recipes.technique import FP32_NAMES, Declaration, RunSettings, Technique
+from recipes.technique import FP32_NAMES, Declaration, RunForTechniques, Technique
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -52,7 +52,7 @@ class MuonTechnique(Technique):
         },
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.params = section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
         self.own_group = frozenset(self._parts)

@@ -13,7 +13,7 @@ from typing import Any
 from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, limits
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_lamb.optimizer import CompressedLamb
-from recipes.technique import RunSettings
+from recipes.technique import RunForTechniques
 
 
 class OneBitLamb(FreezingTechnique):
@@ -50,7 +50,7 @@ class OneBitLamb(FreezingTechnique):
     optimizer_tensors = 3
     _optimizer: CompressedLamb
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.coefficient_limits = limits(section, "min_coeff", "max_coeff")
         self.factor_limits = limits(section, "factor_min", "factor_max")
         super().__init__(section, run)

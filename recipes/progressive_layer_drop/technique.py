@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from model.gpt import GPT, Block
-from recipes.technique import Declaration, RunSettings, StepWork, Technique, without_auto
+from recipes.technique import Declaration, RunForTechniques, StepWork, Technique, without_auto
 
 #: The value in the paper and in DeepSpeed's documentation.
 THETA = 0.5
@@ -64,7 +64,7 @@ class ProgressiveLayerDrop(Technique):
         exclusive=("which blocks see which tokens",),
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         values = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps} | without_auto(section)
         self.theta, self.gamma = values["theta"], values["gamma"]
         self.seed, self.n_layer = run.seed, run.shape.n_layer

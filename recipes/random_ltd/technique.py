@@ -19,7 +19,7 @@ from torch import nn
 from model.accounting import block_flops_per_token
 from model.gpt import GPT, Block
 from model.layers import generator_for
-from recipes.technique import Declaration, RunSettings, StepWork, Technique, without_auto
+from recipes.technique import Declaration, RunForTechniques, StepWork, Technique, without_auto
 
 #: "auto", of the paper's GPT: it begins with 128 of 2,048 tokens, and drops none after 200 of 286 thousand steps, 0.7 of the run.
 FIRST_LENGTH = 128
@@ -120,7 +120,7 @@ class RandomLTD(Technique):
         },
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.shape, self.seed = run.shape, run.seed
         self.layers = self._layers(section)
         self.schedule = self._schedule(section.get("random_ltd_schedule", {}), run.steps)

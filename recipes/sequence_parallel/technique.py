@@ -21,7 +21,7 @@ import torch
 
 from model.gpt import Attend, with_heads
 from model.layout import Mask, RowPart
-from recipes.technique import SEQUENCE_PARALLEL, Declaration, RunSettings, StepWork, Technique
+from recipes.technique import SEQUENCE_PARALLEL, Declaration, RunForTechniques, StepWork, Technique
 
 #: Exchanges part i of (N, ...) with rank i of the group.
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -71,7 +71,7 @@ class SequenceParallel(Technique):
         same_algorithm=True,
     )
 
-    def __init__(self, section: int, run: RunSettings):
+    def __init__(self, section: int, run: RunForTechniques):
         self.run, self.ranks = run, section
         for name in ("n_head", "seq_len"):
             if (size := getattr(run.shape, name)) % section:

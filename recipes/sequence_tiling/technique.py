@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.gpt import GPT, Block
 from model.presets import GPTConfig
-from recipes.technique import Declaration, RunSettings, Technique, without_auto
+from recipes.technique import Declaration, RunForTechniques, Technique, without_auto
 
 #: "auto", tokens by device: README.md has the measurements.
 TILE = {"cpu": 512, "cuda": 2048}
@@ -58,7 +58,7 @@ class SequenceTiling(Technique):
         section="sequence_tiling", keys={"tile": {"types": ["integer"], "minimum": 1, "auto": True}}, same_algorithm=True
     )
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.tile = without_auto(section).get("tile")
         self.has_dropout = run.shape.dropout > 0
         self.has_fused_loss = bool(run.techniques.get("fused_kernels", {}).get("cross_entropy"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from model.gpt import GPT
-from recipes.technique import Declaration, RunSettings, Technique
+from recipes.technique import Declaration, RunForTechniques, Technique
 
 #: Ampere, the first GPUs with TF32.
 CAPABILITY = (8, 0)
@@ -35,7 +35,7 @@ class Tf32(Technique):
     needs_cuda = {"tf32": CAPABILITY}
     matmul_dtype = "tf32"
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         if run.precision != "fp32":
             raise ValueError(f"'tf32' is for fp32 runs, and this run is in {run.precision}; leave it out, or switch {run.precision} off")
 

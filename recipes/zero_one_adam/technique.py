@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.one_bit import CompressedTechnique, declare
-from recipes.technique import RunSettings, StepWork
+from recipes.technique import RunForTechniques, StepWork
 from recipes.zero_one_adam.optimizer import LocalStepAdam
 
 KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
@@ -89,7 +89,7 @@ class ZeroOneAdam(CompressedTechnique):
     also_lost = "; local steps since the last exchange, if there were any, are lost"
     _optimizer: LocalStepAdam
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         super().__init__(section, run)
         freeze = self._first_phase("var_freeze_step", run)
         self.schedule = Schedule(
@@ -104,7 +104,7 @@ class ZeroOneAdam(CompressedTechnique):
         self.stages = 1, freeze + 1
         self._note_traffic(run)
 
-    def _note_traffic(self, run: RunSettings) -> None:
+    def _note_traffic(self, run: RunForTechniques) -> None:
         if run.ranks == 1:
             self._note(
                 "one rank sends nothing; Adam whose variance is updated at the steps of the schedule, and frozen after step"

@@ -32,7 +32,7 @@ from launch.training.run_folder.folder import NoFolder, open_run_folder
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
 from recipes.gradients import set_gradient
-from recipes.technique import RunSettings, StepWork, Technique, Techniques
+from recipes.technique import RunForTechniques, StepWork, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
 
@@ -106,7 +106,7 @@ class ChangingPlan(Technique):
 class DroppedBlock(Technique):
     """Leaves block 1 out: in every third step, and in the last micro-batch of every fourth."""
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.accumulation, self.step, self.micro_step = run.gradient_accumulation_steps, 0, 0
 
     def prepare(self, model: GPT) -> None:
@@ -260,7 +260,7 @@ def pretrain_counting_compilations(flags: list[str]) -> tuple[list[int], list[di
 class WatchedErrors(Technique):
     """The largest momentum and error among rows of embeddings that cannot have a gradient; the largest error of all, and weight."""
 
-    def __init__(self, section: dict[str, Any], run: RunSettings):
+    def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.length, self.ds_engine = run.shape.seq_len, None
 
     def prepare(self, model: Any) -> None:

@@ -53,7 +53,7 @@ def in_slices(
 
 def cells(every: list[tuple[Any, ...]], at_the_gate: list[tuple[Any, ...]]) -> list[Any]:
     """What is not in `QUICK` is left to `make test_all`, and of that some cells to the gate."""
-    marks = {cell: pytest.mark.gate for cell in at_the_gate}
+    marks = dict.fromkeys(at_the_gate, pytest.mark.gate)
     return [pytest.param(*cell, marks=[] if cell in QUICK else marks.get(cell, pytest.mark.long)) for cell in every]
 
 
