@@ -57,7 +57,7 @@ def build_parser() -> Parser:
     parser.add_argument("--data", metavar="DIR", help=corpus)
     parser.add_argument("--vocab_size", type=whole_number(1, 10**9), help="vocabulary size (the corpus's; without one, the preset's)")
     how = parser.add_argument_group("training")
-    how.add_argument("--ranks", type=whole_number(1, 1_000_000), default=1, help="processes that share the batch (1)")
+    how.add_argument("--ranks", type=whole_number(1, 1_000_000), help="processes that share the batch (as many as share a row)")
     for name in ("recipe", "set"):
         how.add_argument(f"--{name}", **OTHER_FLAGS[TECHNIQUE][name])
     how.add_argument("--tokens", **OTHER_FLAGS[LENGTH]["tokens"])
@@ -104,7 +104,7 @@ def main() -> int:
     print_once(
         f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
         f"{model.components}, vocabulary {model.vocab_size:,}), {first.precision}\n"
-        f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks_in_words}; "
+        f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.shared_by}; "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
         + "".join(f"{note}\n" for note in dict.fromkeys(note for run in runs.values() for note in registry.make_techniques(run).notes))
     )
@@ -153,7 +153,12 @@ def longest_sequence(run: RunConfig, device: str, memory: int) -> tuple[int, int
 
     def peak(units: int) -> int:
         there = replace(run, shape=replace(run.shape, seq_len=units * unit))
-        return int(memory_of(there, there.model_config, device)["peak"])
+        try:
+            return int(memory_of(there, there.model_config, device)["peak"])
+        except ValueError as reason:
+            raise UsageError(
+                f"{run.config_file}: {reason} (with sequences of {units * unit} tokens, which --longest_sequence tries)"
+            ) from None
 
     fits, too_long = 0, 1
     while peak(too_long) <= memory:
@@ -171,7 +176,7 @@ def _print_longest(runs: dict[str, RunConfig], device: str, flags: argparse.Name
         print_once(json.dumps({"longest_sequence": {name: length for name, (length, _) in found.items()}}, indent=2))
         return 0
     first = next(iter(runs.values()))
-    print_once(f"The longest sequence in {flags.memory / 1e9:,.4g} GB a rank, {first.micro_batch_size} at a time, {first.ranks_in_words}:")
+    print_once(f"The longest sequence in {flags.memory / 1e9:,.4g} GB a rank, {first.micro_batch_size} at a time, {first.shared_by}:")
     for name, (length, peak) in found.items():
         print_once(f"  {name}: " + (f"{length:,} tokens" if length else f"none; the shortest needs {peak / 1e9:,.4g} GB"))
     return 0

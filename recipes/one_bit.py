@@ -213,10 +213,13 @@ class FreezingOptimizer(CompressedOptimizer):
 # --- the techniques -----------------------------------------------------------------------------------------------------------------
 
 
-def declare(optimizer_type: str, keys: dict[str, dict[str, Any]], auto_params: dict[str, Any] | None = None) -> Declaration:
+def declare(
+    optimizer_type: str, keys: dict[str, dict[str, Any]], auto_params: dict[str, Any] | None = None, exclusive: tuple[str, ...] = ()
+) -> Declaration:
     """The declaration of a `CompressedTechnique` with the optimizer `optimizer_type` and `keys` of its own."""
     return Declaration(
         optimizer_type=optimizer_type,
+        exclusive=exclusive,
         keys={**keys, **ADAM_KEYS, "cuda_aware": {"types": ["boolean"]}, "comm_backend_name": {"types": ["string"]}},
         auto_params={"betas": [0.9, 0.999]} if auto_params is None else auto_params,
         ignored={

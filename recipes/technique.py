@@ -28,6 +28,12 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
 SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 
+def shared_by(data_ranks: int, ranks_per_row: int = 1) -> str:
+    """What a batch is shared by, in words."""
+    plural = "s" * (data_ranks != 1)
+    return f"{data_ranks} rank{plural}" if ranks_per_row == 1 else f"{data_ranks} group{plural} of {ranks_per_row} ranks"
+
+
 @dataclass(frozen=True)
 class RunForTechniques:
     """The part of the resolved run that techniques may read. Batch sizes are in sequences; `steps` assumes whole batches in every step."""
@@ -65,6 +71,15 @@ class RunForTechniques:
     def data_ranks(self) -> int:
         """The ranks, or groups of ranks, that read different rows."""
         return self.ranks // self.ranks_per_row
+
+    @property
+    def shared_by(self) -> str:
+        """What the batch is shared by, in words."""
+        return shared_by(self.data_ranks, self.ranks_per_row)
+
+    def data_rank(self, rank: int) -> int:
+        """The number of `rank` among those that read different rows; the ranks of a row have the same."""
+        return rank // self.ranks_per_row
 
     @property
     def zero_stage(self) -> int:
@@ -243,9 +258,9 @@ class Technique:
         tensors.
 
         It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)` with (ranks, ...) received and (1,
-        ...) sent, `all_to_all(received, sent, received_sizes=None, sent_sizes=None)`, both (ranks, ...) or, with sizes, part i of that many
-        rows, `gather(value)` and `any(flag)` for Python values, and `group(size)`, the `size` consecutive ranks that this one belongs to,
-        with which `all_to_all` exchanges among these.
+        ...) sent, `all_to_all(received, sent, received_sizes=None, sent_sizes=None, group=None)`, both (ranks, ...) or, with sizes, part i
+        of that many rows, `gather(value)` and `any(flag)` for Python values, and `group(size)`, the `size` consecutive ranks that this one
+        belongs to, for `all_to_all`.
         """
 
     def on_step(self, step: int, work: StepWork) -> StepWork:

@@ -185,6 +185,8 @@ def test_a_start_has_the_shape_of_the_folder(folder):
         assert replace(found.model_config, vocab_size=model.vocab_size, init_seed=0) == model
         assert (told["architecture"]["value"], told["d_model"]["from"]) == (architecture, f"{folder}/config.json")
     assert resolve([*start, "--seq_len", "8", "--explain"])[0].shape.seq_len == 8
-    other = [*start, "--seq_len", "32", "--architecture", "gpt2", "--qk_norm", "false" if model.qk_norm else "true"]
-    theirs = f"--architecture {architecture} --qk_norm {str(model.qk_norm).lower()} --seq_len 16"
+    longer = resolve([*start, "--seq_len", "32", "--rope_theta", "2e6", "--explain"])[0].shape
+    assert (longer.seq_len, longer.rope_theta) == (32, 2e6)
+    other = [*start, "--architecture", "gpt2", "--qk_norm", "false" if model.qk_norm else "true"]
+    theirs = f"--architecture {architecture} --qk_norm {str(model.qk_norm).lower()}"
     assert f"its model has {theirs}, and the command --architecture gpt2 --qk_norm" in refusal(*other)

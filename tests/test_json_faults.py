@@ -104,12 +104,12 @@ FAULTS = [
     ("compile.deepcompile=true", 'is not supported: "fused_kernels": "auto" compiles the blocks; leave it out'),
     ('weight_quantization={"quantized_initialization":{"num_bits":4}}', "is for weights that are not trained, and this project trains"),
     # ranks that share more than the data
-    ("expert_parallel.enabled=true", "is for ranks that share a model, and these share the data only"),
+    ("expert_parallel.enabled=true", "is for ranks that share a model, and these do not"),
     ("mesh_param=[4,2]", 'is not supported; "sequence_parallel_size" alone gives the slices of a sequence to several ranks'),
-    ("pipeline.stages=2", "is for ranks that share a model, and these share the data only"),
-    ("sequence_parallel_size=3", "is 3, which does not divide 2 rank(s); write a divisor, or start a multiple of 3 ranks"),
-    ("tensor_parallel.autotp_size=4", "is for ranks that share a model, and these share the data only"),
-    ("tensor_parallel.tp.tp_size=2", "is for ranks that share a model, and these share the data only"),
+    ("pipeline.stages=2", "is for ranks that share a model, and these do not"),
+    ("sequence_parallel_size=3", "is 3, which does not divide the run's 2 ranks; write a divisor, or start a multiple of 3 ranks"),
+    ("tensor_parallel.autotp_size=4", "is for ranks that share a model, and these do not"),
+    ("tensor_parallel.tp.tp_size=2", "is for ranks that share a model, and these do not"),
     ("data_parallel_size=4", "is not 2, the number of ranks that read different rows; leave it out"),
     # two values that do not go together
     ("fp16.enabled=true bf16.enabled=true", "DeepSpeed refuses this: bfloat16 and fp16 modes cannot be simultaneously enabled"),

@@ -42,7 +42,7 @@ MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 #: torch's `Optimizer.load_state_dict` converts fp32 moments to the type of the master weights; in fp16, a small variance becomes 0.
 ROUNDS_MOMENTS = "rounds Adam's moments on a resume in DeepSpeed 0.19.8"
 #: The reason for what would split the model or the sequences over the ranks.
-SHARE_DATA = "is for ranks that share a model, and these share the data only; stage 3 partitions a model that does not fit on a device"
+SHARE_DATA = "is for ranks that share a model, and these do not; stage 3 partitions a model that does not fit on a device"
 #: DeepSpeed's other ways to slices of sequences, wrong in silence at stage 3 (DeepSpeed#5248, #6582).
 ONE_WAY = 'is not supported; "sequence_parallel_size" alone gives the slices of a sequence to several ranks'
 Harmless = tuple[Any, ...]

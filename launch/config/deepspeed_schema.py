@@ -97,7 +97,7 @@ WITHOUT_EFFECT = {
     "weight_quantization": "this project trains all weights",
     **dict.fromkeys(
         ("data_parallel_size", "expert_parallel", "mesh_param", "pipeline", "tensor_parallel"),
-        "the ranks share the data only",
+        "every rank has the whole model",
     ),
     "seq_parallel_communication_data_type": "the gradients of all ranks are reduced alike",
     "use_data_before_expert_parallelism": "the model has no experts",

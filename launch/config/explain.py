@@ -97,7 +97,7 @@ def explain(config: RunConfig, hardware: Hardware | None = None) -> dict[str, An
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
             "ranks": config.ranks,
             "ranks_per_row": config.ranks_per_row,
-            "shared_by": config.ranks_in_words,
+            "shared_by": config.shared_by,
             "global_batch_size": config.global_batch_size,
             "seq_len": config.shape.seq_len,
             "tokens_per_step": config.tokens_per_step,

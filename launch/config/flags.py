@@ -457,8 +457,8 @@ def shape_flags(folder: str) -> dict[str, Any]:
 
 
 def _check_shape(flags: argparse.Namespace, shape: dict[str, Any]) -> None:
-    """Refuse flags that contradict the model of `--init_from`. Rotary positions have no weights, so sequences may be shorter."""
-    allowed = {"seq_len"} if shape.get("positions") == "rotary" and flags.seq_len <= shape["seq_len"] else set[str]()
+    """Refuse flags that contradict the model of `--init_from`. Rotary positions have no weights: another length and theta may be given."""
+    allowed = {"seq_len", "rope_theta"} if shape.get("positions") == "rotary" else set[str]()
     if wrong := [name for name in shape.keys() - allowed if getattr(flags, name) != shape[name]]:
         theirs, own = (" ".join(f"--{name} {one[name]}" for name in sorted(wrong)) for one in (shape, vars(flags)))
         raise UsageError(f"--init_from {flags.init_from}: its model has {theirs}, and the command {own}; leave the flags out")

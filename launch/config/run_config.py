@@ -30,7 +30,16 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import FP32_NAMES, SEQUENCE_PARALLEL, RunForTechniques, Techniques, divisors, largest_divisor, steps_of_run
+from recipes.technique import (
+    FP32_NAMES,
+    SEQUENCE_PARALLEL,
+    RunForTechniques,
+    Techniques,
+    divisors,
+    largest_divisor,
+    shared_by,
+    steps_of_run,
+)
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -99,11 +108,6 @@ class RunConfig(FlagValues, RunForTechniques):
         return self.global_batch_size * self.shape.seq_len
 
     @property
-    def ranks_in_words(self) -> str:
-        """What the batch is shared by."""
-        return f"{self.ranks} rank(s)" if self.ranks_per_row == 1 else f"{self.data_ranks} group(s) of {self.ranks_per_row} ranks"
-
-    @property
     def token_schedule(self) -> TokenSchedule | None:
         return token_schedule(self.scheduler, self.lr, self.tokens_per_step)
 
@@ -142,7 +146,7 @@ class RunConfig(FlagValues, RunForTechniques):
             sampler,
             self.shape.seq_len,
             self.corpus.vocab_size,
-            collectives.rank // self.ranks_per_row,
+            self.data_rank(collectives.rank),
             collectives.world_size // self.ranks_per_row,
             collectives.device,
         )
@@ -205,7 +209,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     ranks_per_row = _ranks_per_row(ds_json, ranks)
     check_combinations(ds_json, ranks, shape, claimed)
     optimizer, lr = resolve_optimizer(ds_json, flags, preset)
-    global_batch, micro_batch, accumulation = _batch(ds_json, flags, preset, ranks // ranks_per_row)
+    global_batch, micro_batch, accumulation = _batch(ds_json, flags, preset, ranks // ranks_per_row, ranks_per_row)
     check_schedule(ds_json)
     steps, total_tokens, length_from = _length(ds_json, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(ds_json, flags, preset, lr, steps, total_tokens)
@@ -455,9 +459,8 @@ def _ranks_per_row(ds_json: DeepSpeedJson, ranks: int) -> int:
     """The number of consecutive ranks that read the same rows."""
     size = int(ds_json.get(SEQUENCE_PARALLEL) or 1)
     if ranks % size:
-        ds_json.fault(
-            (SEQUENCE_PARALLEL,), f"is {size}, which does not divide {ranks} rank(s); write a divisor, or start a multiple of {size} ranks"
-        )
+        fix = f"write a divisor, or start a multiple of {size} ranks"
+        ds_json.fault((SEQUENCE_PARALLEL,), f"is {size}, which does not divide the run's {shared_by(ranks)}; {fix}")
         return 1
     if ds_json.get("data_parallel_size") not in (None, ranks // size):
         ds_json.fault(("data_parallel_size",), f"is not {ranks // size}, the number of ranks that read different rows; leave it out")
@@ -469,8 +472,9 @@ def _key_or_flag(ds_json: DeepSpeedJson, key: str, flag: str) -> str:
     return f"--{flag}" if ds_json.get(key) is None else f"'{key}'"
 
 
-def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
-    """Global batch, micro-batch and accumulation, where global = micro x accumulation x ranks; computes those that are not given."""
+def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ranks: int, ranks_per_row: int) -> tuple[int, int, int]:
+    """Global batch, micro-batch and accumulation, where global = micro x accumulation x data ranks; computes those that are not given."""
+    sharing = shared_by(ranks, ranks_per_row)
     written = [(key,) for key in BATCH_KEYS if ds_json.get(key) is not None]
     total = ds_json.asked(("train_batch_size",), "global_batch_size")
     micro = ds_json.asked(("train_micro_batch_size_per_gpu",), "micro_batch_size")
@@ -498,7 +502,7 @@ def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ra
     below = 0 if micro and accumulation else total // unit * unit
     fits = [f"{_key_or_flag(ds_json, 'train_batch_size', 'global_batch_size')} {below or unit}" + (f" or {below + unit}" if below else "")]
     if rest:
-        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; give {fits[0]}")
+        return refused(f"a global batch of {total} sequences cannot be shared evenly by {sharing}; give {fits[0]}")
     if micro and not accumulation:
         near = sorted(sorted(divisors(per_rank), key=lambda size: abs(size - micro))[:2])
         fits.append(f"{_key_or_flag(ds_json, 'train_micro_batch_size_per_gpu', 'micro_batch_size')} {' or '.join(map(str, near))}")
@@ -511,7 +515,7 @@ def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ra
         accumulation = max(1, per_rank // micro)
     if micro * accumulation * ranks != total:
         return refused(
-            f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
+            f"micro-batch {micro} x accumulation {accumulation} x {sharing} = {micro * accumulation * ranks} sequences, "
             f"but the global batch is {total}; give {', or '.join(fits)}"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):

@@ -300,11 +300,10 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """`config.ds_config` without monitors, with the run's own folders on NVMe, and the `scheduler` if it is DeepSpeed's.
 
-    `start_engine` adds an `optimizer` of DeepSpeed.
+    The ranks of a row count as data ranks. `start_engine` adds an `optimizer` of DeepSpeed.
     """
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.ds_config}
-    # For DeepSpeed every rank has its own data.
     deepspeed_config["train_batch_size"] = config.ds_config["train_batch_size"] * config.ranks_per_row
     for section in monitors.SECTIONS:  # the engine would write other rows, by samples
         deepspeed_config.pop(section, None)

@@ -24,7 +24,7 @@ class Evaluation:
     def __init__(self, engine: TrainingEngine):
         self.engine, self.collectives = engine, engine.collectives
         config, corpus, length = engine.config, engine.config.corpus, engine.config.shape.seq_len
-        data_rank, device = engine.collectives.rank // config.ranks_per_row, engine.collectives.device
+        data_rank, device = config.data_rank(engine.collectives.rank), engine.collectives.device
         self.loader = Loader(corpus.val, None, length, corpus.vocab_size, data_rank, engine.data_ranks, device)
         self.all_windows = corpus.val.windows(length)
         self.windows = min(config.eval_batches * config.global_batch_size, self.all_windows)

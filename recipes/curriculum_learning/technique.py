@@ -104,7 +104,7 @@ class CurriculumLearning(Technique):
     )
 
     def __init__(self, section: dict[str, Any], run: RunForTechniques):
-        self.seq_len, self.steps = run.shape.seq_len, run.steps
+        self.seq_len, self.steps, self.ranks_per_row = run.shape.seq_len, run.steps, run.ranks_per_row
         self.section = self._resolved(section)
         self.reshapes = section.get("mode") == "reshape"
         self.stages, lengths = zip(*stages(self.section), strict=True)
@@ -136,7 +136,7 @@ class CurriculumLearning(Technique):
         if kind == "fixed_root" and given.get("root_degree", 0) <= 0:
             raise ValueError(f"{name}.root_degree' must be a number above 0 for fixed_root; write one, such as 2 for the square root")
         most = section.get("max_difficulty", self.seq_len)
-        multiple = given.get("difficulty_step", math.gcd(8, most))
+        multiple = given.get("difficulty_step", math.gcd(math.lcm(8, self.ranks_per_row), most))
         least = section.get("min_difficulty", max(multiple, most // 8 // multiple * multiple))
         if most > self.seq_len:
             raise ValueError(f"'curriculum_learning.max_difficulty' is {most}, above seq_len, {self.seq_len}; lower it, or raise --seq_len")

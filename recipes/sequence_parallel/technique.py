@@ -8,7 +8,7 @@ the MLPs and the head see (B, T / N, C), and attention sees (B, T, C / N).
 
 DeepSpeed is told nothing: for it, all ranks have data of their own, so ZeRO, checkpoints and clipping are those of any run. Its own ways
 divide the gradient by N once more at stage 3 (DeepSpeed#5248, #6582). The loss of a rank is N x (sum over its own targets) / (targets of
-the whole rows), so the mean over all ranks, which ZeRO takes, is the mean over all tokens.
+the whole rows), by `GPT.forward`, so the mean over all ranks, which ZeRO takes, is the mean over all tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from model.gpt import Attend, with_heads
 from model.layout import Mask, RowPart
-from recipes.technique import SEQUENCE_PARALLEL, Declaration, RunForTechniques, StepWork, Technique
+from recipes.technique import SEQUENCE_PARALLEL, Declaration, RunForTechniques, StepWork, Technique, divisors
 
 #: Exchanges part i of (N, ...) with rank i of the group.
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -67,18 +67,20 @@ class SequenceParallel(Technique):
     declaration = Declaration(
         section=SEQUENCE_PARALLEL,
         is_number=True,
-        exclusive=("which tokens of a row a rank has",),  # random-LTD would draw other tokens for each slice
+        # Random-LTD would draw other tokens for each slice. 0/1 Adam has other weights on each rank between two exchanges.
+        exclusive=("which tokens of a row a rank has", "whether the ranks of a row have the same weights"),
         same_algorithm=True,
     )
 
     def __init__(self, section: int, run: RunForTechniques):
         self.run, self.ranks = run, section
-        for name in ("n_head", "seq_len"):
-            if (size := getattr(run.shape, name)) % section:
-                raise ValueError(f"'sequence_parallel_size' is {section}, which does not divide {name}, {size}; write a divisor of it")
-        self.notes = (
-            f"{run.ranks} ranks: {run.data_ranks} group(s) of data x {section} slices of a sequence of {run.shape.seq_len:,} tokens",
-        )
+        sizes = {name: getattr(run.shape, name) for name in ("n_head", "seq_len")}
+        if math.gcd(*sizes.values()) % section:
+            allowed = ", ".join(map(str, sorted(divisors(math.gcd(run.ranks, *sizes.values())))))
+            which = ", ".join(f"{name}, {size}" for name, size in sizes.items() if size % section)
+            raise ValueError(f"'sequence_parallel_size' is {section}, which does not divide {which}; write one of {allowed}")
+        groups = f"{run.data_ranks} group{'s' * (run.data_ranks > 1)} of data"
+        self.notes = (f"{run.ranks} ranks: {groups} x {section} slices of a sequence of {run.shape.seq_len:,} tokens",)
 
     def on_step(self, step: int, work: StepWork) -> StepWork:
         if work.seq_len % self.ranks:

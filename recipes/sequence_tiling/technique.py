@@ -20,7 +20,7 @@ from model.gpt import GPT, Block
 from model.presets import GPTConfig
 from recipes.technique import Declaration, RunForTechniques, Technique, without_auto
 
-#: "auto", tokens by device: README.md has the measurements.
+#: "auto", tokens by device: measured on a CPU (README.md), not on a GPU.
 TILE = {"cpu": 512, "cuda": 2048}
 
 

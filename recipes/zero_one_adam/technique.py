@@ -82,7 +82,11 @@ class ZeroOneAdam(CompressedTechnique):
     cuda_aware, comm_backend_name: accepted without effect.
     """
 
-    declaration = declare("ZeroOneAdam", {key: {"types": ["integer"], "minimum": 1, "auto": True} for key in KEYS})
+    declaration = declare(
+        "ZeroOneAdam",
+        {key: {"types": ["integer"], "minimum": 1, "auto": True} for key in KEYS},
+        exclusive=("whether the ranks of a row have the same weights",),  # between two exchanges, no two ranks have
+    )
     #: Momentum, variance, and the updates since the last exchange.
     optimizer_tensors = 3
     optimizer_class = LocalStepAdam

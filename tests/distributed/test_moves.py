@@ -293,7 +293,7 @@ def test_the_state_of_an_optimizer_of_whole_tensors_is_moved(kind, model, runs, 
         if kind != "ZeroOneAdam" or after.ranks == 2:  # on other ranks, the steps since the last exchange are lost
             assert found["content"] == expected["content"]
         assert (found["steps"], found["counters"]) == (expected["steps"], expected["counters"])
-        said = [note for note in found["notes"] if "written by 2 rank(s), and this job has 1" in note]
+        said = [note for note in found["notes"] if "written by 2 ranks, and this job has 1" in note]
         assert len(said) == (after.ranks == 1 and kind not in ("Lamb", "Muon"))
         moved, unmoved = losses(runs.resume(after, folder, *more)), losses(runs.unmoved(before, *more)[1])
         assert moved[SAVED] == pytest.approx(unmoved[SAVED], abs=1e-3 if after.precision == "fp32" else 0.05)

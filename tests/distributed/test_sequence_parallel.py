@@ -141,7 +141,7 @@ def test_a_slice_without_a_target_is_counted_with_its_row(parts):
 @pytest.mark.parametrize(
     ("ranks", "flags", "said"),
     [
-        (6, section("sequence_parallel_size", 4), "sequence_parallel_size is 4, which does not divide 6 rank(s)"),
+        (6, section("sequence_parallel_size", 4), "sequence_parallel_size is 4, which does not divide the run's 6 ranks"),
         (6, section("sequence_parallel_size", 3), "which does not divide n_head, 4"),
         (4, [*section("sequence_parallel_size", 4), "--seq_len", "34"], "which does not divide seq_len, 34"),
         (4, section("sequence_parallel_size", 2) + section("data_parallel_size", 4), "data_parallel_size is not 2"),

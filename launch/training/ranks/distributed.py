@@ -212,7 +212,11 @@ class Collectives:
         sent_sizes: list[int] | None = None,
         group: Any = None,
     ) -> None:
-        """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...). With sizes, part i of that many rows."""
+        """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...). With sizes, part i of that many rows.
+
+        group: from `group`, without sizes; i counts its ranks.
+        """
+        assert group is None or not sent_sizes
         comm.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
         if sent_sizes:  # what stays here need not be 1/N of it
             self.bytes_sent += (len(sent) / self.world_size - sent_sizes[self.rank]) * sent[:1].nbytes
