@@ -30,7 +30,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     import torch
 
     from model.gpt import attend
-    from model.layout import Documents, Mask
+    from model.layout import DocumentBounds, Mask
 
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,7 +41,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         return lambda: attend(q, k, v, mask, 0.0).sum().backward()
 
     bounds = {count: torch.arange(count + 1, device=device) * length // count for count in BARS}
-    sides = {"causal": side(None), **{str(count): side(Documents(ends, length)) for count, ends in bounds.items()}}
+    sides = {"causal": side(None), **{str(count): side(DocumentBounds(ends, length)) for count, ends in bounds.items()}}
     seconds = report.interleave(sides, arguments.rounds, 1, time.thread_time if device == "cpu" else time.perf_counter)
     what = f"attention within {{}} / causal, {length:,} tokens, {HEADS} heads, {str(dtype)[6:]}"
     named = {count: f"{count} documents" if count > 1 else "one document" for count in BARS}

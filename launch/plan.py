@@ -104,7 +104,7 @@ def main() -> int:
     print_once(
         f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
         f"{model.components}, vocabulary {model.vocab_size:,}), {first.precision}\n"
-        f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.shared_by}; "
+        f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks_in_words}; "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
         + "".join(f"{note}\n" for note in dict.fromkeys(note for run in runs.values() for note in registry.make_techniques(run).notes))
     )
@@ -176,7 +176,7 @@ def _print_longest(runs: dict[str, RunConfig], device: str, flags: argparse.Name
         print_once(json.dumps({"longest_sequence": {name: length for name, (length, _) in found.items()}}, indent=2))
         return 0
     first = next(iter(runs.values()))
-    print_once(f"The longest sequence in {flags.memory / 1e9:,.4g} GB a rank, {first.micro_batch_size} at a time, {first.shared_by}:")
+    print_once(f"The longest sequence in {flags.memory / 1e9:,.4g} GB a rank, {first.micro_batch_size} at a time, {first.ranks_in_words}:")
     for name, (length, peak) in found.items():
         print_once(f"  {name}: " + (f"{length:,} tokens" if length else f"none; the shortest needs {peak / 1e9:,.4g} GB"))
     return 0

@@ -28,7 +28,7 @@ from torch import nn
 
 from model.accounting import LOSS_ROWS
 from model.layers import INIT_STD, Embedding, Linear
-from model.layout import Documents, Layout, Mask, Rotation, RowPart, document_mask, document_starts, rotate, rotation_at
+from model.layout import DocumentBounds, Layout, Mask, Rotation, RowPart, document_mask, document_starts, rotate, rotation_at
 from model.presets import GPTConfig, ModelShape
 
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
@@ -98,7 +98,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None,
         mask: None for the causal mask over whole rows.
         dropout: probability, for the attention probabilities.
     """
-    if isinstance(mask, Documents):
+    if isinstance(mask, DocumentBounds):
         return attend_in_documents(q, k, v, mask, dropout)
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # On CUDA only the flash kernel supports grouped heads, and only in bf16 or fp16 and without a mask.
@@ -109,7 +109,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None,
     return y.transpose(1, 2).flatten(2)  # (B, n_head, T, d_head) -> (B, T, n_head d_head)
 
 
-def attend_in_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float) -> torch.Tensor:
+def attend_in_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: DocumentBounds, dropout: float) -> torch.Tensor:
     """`attend` without a mask: one call for each document, or one for all by the kernel for variable lengths that torch has on CUDA."""
     rows = q.shape[:2]
     q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # (B, T, heads, d_head) -> (B T, heads, d_head)

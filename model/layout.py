@@ -19,7 +19,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Documents:
+class DocumentBounds:
     """The boundaries of documents, which attention does not cross, in rows (B, T): a mask without T x T elements.
 
     Attributes:
@@ -31,7 +31,7 @@ class Documents:
     row_length: int
 
     @classmethod
-    def beginning_at(cls, starts: torch.Tensor) -> Documents:
+    def beginning_at(cls, starts: torch.Tensor) -> DocumentBounds:
         """starts: from `document_starts`, (B, T)."""
         rows, length = starts.shape
         first = (starts == torch.arange(length, device=starts.device)).flatten().nonzero()[:, 0]
@@ -42,14 +42,14 @@ class Documents:
         """Tokens of each document. Waits for the device, but only once for all blocks and their recomputation."""
         return self.bounds.diff().tolist()
 
-    def at(self, tokens: torch.Tensor) -> Documents:
+    def at(self, tokens: torch.Tensor) -> DocumentBounds:
         """The documents of rows that keep only the tokens with these indices, int64 (r,), ascending. One without tokens has length 0."""
         row, start = self.bounds // self.row_length, self.bounds % self.row_length
-        return Documents(row * len(tokens) + torch.searchsorted(tokens, start), len(tokens))
+        return DocumentBounds(row * len(tokens) + torch.searchsorted(tokens, start), len(tokens))
 
 
 #: A tensor (B, 1, T, T) that is added to the scores and includes the causal mask, or the documents within which attention is causal.
-Mask = torch.Tensor | Documents
+Mask = torch.Tensor | DocumentBounds
 
 
 class Layout(NamedTuple):
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     def at(self, tokens: torch.Tensor) -> Layout:
         """The layout of rows that keep only the tokens with these indices, int64 (r,), ascending. They keep their positions."""
         mask, rotation = self
-        if isinstance(mask, Documents):
+        if isinstance(mask, DocumentBounds):
             mask = mask.at(tokens)
         elif mask is not None:
             mask = mask.index_select(2, tokens).index_select(3, tokens)  # (B, 1, T, T) -> (B, 1, r, r)
@@ -95,14 +95,14 @@ def document_starts(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
 
 
 def document_mask(starts: torch.Tensor, dtype: torch.dtype) -> Mask:
-    """The mask with which a token attends to its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf, or `Documents` of long rows.
+    """The mask with which a token attends to its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf; of long rows `DocumentBounds`.
 
     Args:
         starts: from `document_starts`.
         dtype: of the queries. A boolean mask would be converted in every block, and each copy kept for the backward pass.
     """
     if starts.shape[1] > accounting.DENSE_LENGTH:
-        return Documents.beginning_at(starts)
+        return DocumentBounds.beginning_at(starts)
     index = torch.arange(starts.shape[1], device=starts.device)
     hidden = (index < starts.unsqueeze(-1)) | (index > index.unsqueeze(-1))  # (T,) with (B, T, 1), and with (T, 1) -> (B, T, T)
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
 SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 
-def shared_by(data_ranks: int, ranks_per_row: int = 1) -> str:
+def ranks_in_words(data_ranks: int, ranks_per_row: int = 1) -> str:
     """What a batch is shared by, in words."""
     plural = "s" * (data_ranks != 1)
     return f"{data_ranks} rank{plural}" if ranks_per_row == 1 else f"{data_ranks} group{plural} of {ranks_per_row} ranks"
@@ -73,9 +73,9 @@ class RunForTechniques:
         return self.ranks // self.ranks_per_row
 
     @property
-    def shared_by(self) -> str:
+    def ranks_in_words(self) -> str:
         """What the batch is shared by, in words."""
-        return shared_by(self.data_ranks, self.ranks_per_row)
+        return ranks_in_words(self.data_ranks, self.ranks_per_row)
 
     def data_rank(self, rank: int) -> int:
         """The number of `rank` among those that read different rows; the ranks of a row have the same."""

@@ -19,7 +19,7 @@ explain = partial(helpers.explain, "--recipe", "recipes/batch_size_warmup")
 def made(section: dict[str, Any], ranks: int, per_rank: int, micro_batch_size: int = 1, steps: int = 40) -> BatchSizeWarmup:
     """The technique for a run of `steps` whole batches of `per_rank` sequences of 16 tokens a rank."""
     run = SimpleNamespace(data_ranks=ranks, micro_batch_size=micro_batch_size, gradient_accumulation_steps=per_rank // micro_batch_size)
-    run.shared_by = f"{ranks} ranks"
+    run.ranks_in_words = f"{ranks} ranks"
     run.global_batch_size, run.shape, run.steps = ranks * per_rank, SimpleNamespace(seq_len=16), steps
     run.total_tokens, run.scheduler = run.global_batch_size * 16 * steps, {"type": "WarmupCosineTokens"}
     return BatchSizeWarmup(section, run)

@@ -16,7 +16,7 @@ from launch.config.explain import explain
 from launch.config.run_config import resolve
 from model import accounting, gpt
 from model.gpt import GPT
-from model.layout import Documents, Layout, document_mask, document_starts
+from model.layout import DocumentBounds, Layout, document_mask, document_starts
 from model.presets import ARCHITECTURES, GPTConfig
 from recipes.activation_checkpointing.technique import ActivationCheckpointing
 from recipes.fused_kernels.attention import blockwise_attention
@@ -70,14 +70,14 @@ def test_starts_and_mask_of_a_row_by_hand():
 
 def test_boundaries_of_rows_by_hand():
     tokens = torch.tensor([[7, END, END, 8, 9], [END, 7, 8, 9, END]])
-    documents = Documents.beginning_at(document_starts(tokens, END))
+    documents = DocumentBounds.beginning_at(document_starts(tokens, END))
     assert documents.lengths == [2, 1, 2, 1, 4]
     kept = documents.at(torch.tensor([1, 3, 4]))
     assert (kept.lengths, kept.row_length) == ([1, 0, 2, 0, 3], 3)
     assert kept.at(torch.tensor([0, 2])).lengths == [1, 0, 1, 0, 2]
 
 
-@pytest.mark.parametrize(("length", "kind"), [(accounting.DENSE_LENGTH, torch.Tensor), (accounting.DENSE_LENGTH + 1, Documents)])
+@pytest.mark.parametrize(("length", "kind"), [(accounting.DENSE_LENGTH, torch.Tensor), (accounting.DENSE_LENGTH + 1, DocumentBounds)])
 def test_only_long_rows_have_no_dense_mask(length, kind):
     assert isinstance(document_mask(torch.zeros(1, length, dtype=torch.int64), torch.float32), kind)
 

@@ -97,7 +97,7 @@ def explain(config: RunConfig, hardware: Hardware | None = None) -> dict[str, An
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
             "ranks": config.ranks,
             "ranks_per_row": config.ranks_per_row,
-            "shared_by": config.shared_by,
+            "ranks_in_words": config.ranks_in_words,
             "global_batch_size": config.global_batch_size,
             "seq_len": config.shape.seq_len,
             "tokens_per_step": config.tokens_per_step,
@@ -245,7 +245,7 @@ def as_text(explained: dict[str, Any], full: bool = False) -> str:
         "",
         "Batch, length and arithmetic",
         f"  {batch['global_batch_size']:,} sequences per step = micro-batch {batch['micro_batch_size']} x accumulation "
-        f"{batch['gradient_accumulation_steps']} x {batch['shared_by']}",
+        f"{batch['gradient_accumulation_steps']} x {batch['ranks_in_words']}",
         f"  {batch['tokens_per_step']:,} tokens per step = {batch['global_batch_size']:,} x {batch['seq_len']:,}",
         f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:,.2f} per parameter"
         + (f", {length['total_tokens'] / length['corpus_tokens']:,.2f} epochs of the corpus" if length["corpus_tokens"] else ""),

@@ -1,8 +1,8 @@
 """The values of a run, each declared once, and the flags of `launch/pretrain.py`, which give them.
 
-`FlagValues` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a resume,
-between hosts, between two compared runs. To add one, declare it there and use it; a field of the model goes into
-`OTHER_FLAGS` instead, and a path also into `PATHS`. What a value means together with the DeepSpeed JSON and the preset is decided in
+`RecordedValues` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a
+resume, between hosts, between two compared runs. To add one, declare it there and use it; a field of the model goes into `OTHER_FLAGS`
+instead, and a path also into `PATHS`. What a value means together with the DeepSpeed JSON and the preset is decided in
 `launch.config.run_config`.
 """
 
@@ -156,7 +156,7 @@ class Value(NamedTuple):
         flag: the arguments of `add_argument`.
         origin: where it comes from without a flag, for `--explain`; the flags fill in `{preset}`.
         local: it is of one host, such as a path: hosts may differ in it, and it is not published.
-        branch_may_swap: values that make the same steps, of which a branch may have another; empty: it may have any.
+        branch_swaps_only: values that make the same steps, of which a branch may have another; empty: it may have any.
     """
 
     kind: str
@@ -164,7 +164,7 @@ class Value(NamedTuple):
     flag: dict[str, Any]
     origin: str
     local: bool
-    branch_may_swap: tuple[str, ...]
+    branch_swaps_only: tuple[str, ...]
 
 
 def value(
@@ -172,18 +172,18 @@ def value(
     kind: str = TRAINING,
     origin: str = "default",
     local: bool = False,
-    branch_may_swap: tuple[str, ...] = (),
+    branch_swaps_only: tuple[str, ...] = (),
     **flag: Any,
 ) -> Any:
-    """Declare a field of `FlagValues`; see `Value`."""
-    return field(metadata={"value": Value(kind, group, flag, origin, local, branch_may_swap)})
+    """Declare a field of `RecordedValues`; see `Value`."""
+    return field(metadata={"value": Value(kind, group, flag, origin, local, branch_swaps_only)})
 
 
 _positive, _natural, _size = whole_number(1), whole_number(0), whole_number(1, 100_000)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlagValues:
+class RecordedValues:
     """The values of a run that `run.json` records beside the DeepSpeed JSON; `RunConfig` has them resolved."""
 
     config_file: str = value(kind=RECORD, local=True)
@@ -281,7 +281,7 @@ class FlagValues:
     )
     spike_rule: str = value(
         RUN,
-        branch_may_swap=("off", "log"),
+        branch_swaps_only=("off", "log"),
         choices=("off", "log", "skip", "rewind"),
         default="off",
         help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "
@@ -299,8 +299,8 @@ class FlagValues:
     quiet: bool = value(RUN, START, local=True, action="store_true", help="no progress bar; print only warnings and the final result")
 
 
-#: The values of `FlagValues` by name.
-VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(FlagValues)}
+#: The values of `RecordedValues` by name.
+VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(RecordedValues)}
 #: The other flags: the fields of the model, and what becomes part of another value.
 OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     TECHNIQUE: {

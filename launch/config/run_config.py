@@ -21,7 +21,7 @@ from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
 from launch.config.deepspeed_json import DeepSpeedJson, check_keys, fill_defaults, section_rule, value_at
 from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU
-from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, FlagValues, given_fields, parse_flags
+from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RecordedValues, given_fields, parse_flags
 from launch.config.optimizer import check_schedule, fill_optimizer, resolve_optimizer, resolve_schedule
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
@@ -37,7 +37,7 @@ from recipes.technique import (
     Techniques,
     divisors,
     largest_divisor,
-    shared_by,
+    ranks_in_words,
     steps_of_run,
 )
 
@@ -59,7 +59,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(FlagValues, RunForTechniques):
+class RunConfig(RecordedValues, RunForTechniques):
     """A resolved run, as data. Batch sizes count sequences, lengths and budgets count tokens.
 
     Attributes:
@@ -156,7 +156,7 @@ class RunConfig(FlagValues, RunForTechniques):
         # The shape has what the architecture sets.
         names = [
             one.name
-            for cls in (FlagValues, RunForTechniques)
+            for cls in (RecordedValues, RunForTechniques)
             for one in fields(cls)
             if one.name not in ("architecture", "shape", "ds_config")
         ]
@@ -460,7 +460,7 @@ def _ranks_per_row(ds_json: DeepSpeedJson, ranks: int) -> int:
     size = int(ds_json.get(SEQUENCE_PARALLEL) or 1)
     if ranks % size:
         fix = f"write a divisor, or start a multiple of {size} ranks"
-        ds_json.fault((SEQUENCE_PARALLEL,), f"is {size}, which does not divide the run's {shared_by(ranks)}; {fix}")
+        ds_json.fault((SEQUENCE_PARALLEL,), f"is {size}, which does not divide the run's {ranks_in_words(ranks)}; {fix}")
         return 1
     if ds_json.get("data_parallel_size") not in (None, ranks // size):
         ds_json.fault(("data_parallel_size",), f"is not {ranks // size}, the number of ranks that read different rows; leave it out")
@@ -472,9 +472,9 @@ def _key_or_flag(ds_json: DeepSpeedJson, key: str, flag: str) -> str:
     return f"--{flag}" if ds_json.get(key) is None else f"'{key}'"
 
 
-def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ranks: int, ranks_per_row: int) -> tuple[int, int, int]:
+def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, data_ranks: int, ranks_per_row: int) -> tuple[int, int, int]:
     """Global batch, micro-batch and accumulation, where global = micro x accumulation x data ranks; computes those that are not given."""
-    sharing = shared_by(ranks, ranks_per_row)
+    sharing = ranks_in_words(data_ranks, ranks_per_row)
     written = [(key,) for key in BATCH_KEYS if ds_json.get(key) is not None]
     total = ds_json.asked(("train_batch_size",), "global_batch_size")
     micro = ds_json.asked(("train_micro_batch_size_per_gpu",), "micro_batch_size")
@@ -491,14 +491,14 @@ def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ra
             ds_json.fault(written[0], message)
         else:
             ds_json.fault_of_run(f"{ds_json.file}, flags and --preset {flags.preset}: {message}")
-        return ranks, 1, 1
+        return data_ranks, 1, 1
 
     if total is None:
-        total = micro * accumulation * ranks if micro and accumulation else preset.global_batch_size
+        total = micro * accumulation * data_ranks if micro and accumulation else preset.global_batch_size
         if micro and accumulation:
             origins["train_batch_size"] = "micro-batch x accumulation x ranks"
-    per_rank, rest = divmod(total, ranks)
-    unit = ranks * (micro or 1) * (accumulation or 1)
+    per_rank, rest = divmod(total, data_ranks)
+    unit = data_ranks * (micro or 1) * (accumulation or 1)
     below = 0 if micro and accumulation else total // unit * unit
     fits = [f"{_key_or_flag(ds_json, 'train_batch_size', 'global_batch_size')} {below or unit}" + (f" or {below + unit}" if below else "")]
     if rest:
@@ -513,9 +513,9 @@ def _batch(ds_json: DeepSpeedJson, flags: argparse.Namespace, preset: Preset, ra
         micro = largest_divisor(per_rank, min(preset.micro_batch_size, per_rank))
     if accumulation is None:
         accumulation = max(1, per_rank // micro)
-    if micro * accumulation * ranks != total:
+    if micro * accumulation * data_ranks != total:
         return refused(
-            f"micro-batch {micro} x accumulation {accumulation} x {sharing} = {micro * accumulation * ranks} sequences, "
+            f"micro-batch {micro} x accumulation {accumulation} x {sharing} = {micro * accumulation * data_ranks} sequences, "
             f"but the global batch is {total}; give {', or '.join(fits)}"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):

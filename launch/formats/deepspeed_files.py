@@ -31,7 +31,7 @@ from launch.formats.sub_groups import SUB_GROUP_SIZE, sub_group_sizes
 from launch.formats.tensor_files import load_tensors
 from model.gpt import GPT
 from model.hf import HEAD
-from recipes.technique import FP32_NAMES, shared_by
+from recipes.technique import FP32_NAMES, ranks_in_words
 
 #: Stage -> keys of `zero_optimization` that determine the order and the padding of the parameters in its files, with DeepSpeed's defaults.
 ORDER: dict[int, dict[str, Any]] = {
@@ -74,7 +74,7 @@ class DeepSpeedLayout:
 
     def __str__(self) -> str:
         where = {"cpu": " with the optimizer on the CPU", "nvme": " with the optimizer on NVMe"}.get(self.offload, "")
-        return f"{shared_by(self.ranks)} at stage {self.stage} in {self.precision}{where}"
+        return f"{ranks_in_words(self.ranks)} at stage {self.stage} in {self.precision}{where}"
 
 
 @dataclass
@@ -134,7 +134,7 @@ class DeepSpeedFiles:
         folder = checkpoint / ENGINE_TAG
         self._of_ranks = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank)
         if self._of_ranks and len(self._of_ranks) != ranks:
-            raise UsageError(f"{folder}: has files of {shared_by(len(self._of_ranks))}, but {ranks} wrote it; copy the checkpoint again")
+            raise UsageError(f"{folder}: has files of {ranks_in_words(len(self._of_ranks))}, but {ranks} wrote it; copy it again")
         self._file = folder / "mp_rank_00_model_states.pt"
         self._partitioned = not self._file.exists()
         if self._partitioned:

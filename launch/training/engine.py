@@ -51,7 +51,7 @@ class TrainingEngine:
         ds_engine: DeepSpeed's engine.
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
-        loss_so_far: the mean loss of the step's micro-batches so far, on this rank.
+        loss_so_far: the sum of this rank's micro-batch losses so far over their number in the step; after the last, their mean.
         on_phase: called with the name of each phase when it begins, e.g. "forward pass".
     """
 

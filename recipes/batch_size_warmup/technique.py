@@ -72,7 +72,7 @@ class BatchSizeWarmup(Technique):
 
         for key in ("min_batch_size", "increment"):
             size = given.get(key, ranks)
-            check(key, size % ranks > 0, f"which {run.shared_by} cannot share evenly; write a multiple of {ranks}")
+            check(key, size % ranks > 0, f"which {run.ranks_in_words} cannot share evenly; write a multiple of {ranks}")
             check(key, size > full, f"above the global batch of {full}; lower it, or raise --global_batch_size")
         increment = given.get("increment", 0)
         quarter = full // 4

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from model.gpt import with_heads
-from model.layout import Documents, Mask
+from model.layout import DocumentBounds, Mask
 
 #: Queries of a block. Forward and backward, bf16, two cores without AMX, in blocks of 64 and of 128: 8 x 256 tokens, 6 heads of 64, 7.3 and
 #: 6.8 ms, torch's flash kernel 18; 4 x 1,024 tokens, 12 heads, 112 and 111 ms, torch's 138.
@@ -32,7 +32,7 @@ def blockwise_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask:
     """
     assert not dropout, "the technique leaves models with dropout to torch"
     k, v = with_heads(k, q.shape[2]), with_heads(v, q.shape[2])
-    if isinstance(mask, Documents):  # of rows in one: (B, T, ., .) -> (1, B T, ., .)
+    if isinstance(mask, DocumentBounds):  # of rows in one: (B, T, ., .) -> (1, B T, ., .)
         one = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
         return _BlockwiseAttention.apply(*one, None, mask.lengths).view(*q.shape[:2], -1)
     return _BlockwiseAttention.apply(q, k, v, mask, [q.shape[1]])

@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from launch.errors import UsageError
 from launch.training.checkpoints.checkpoint import Checkpoints
 from model import accounting
-from model.layout import Documents
+from model.layout import DocumentBounds
 from tests.distributed.jobs import pretrain
 
 #: Beside the checkpoints, in the run's folder.
@@ -44,7 +44,7 @@ def pretrain_and_keep(runs: list[list[str]]) -> list[str]:
 
 def pretrain_and_keep_without_mask(runs: list[list[str]]) -> list[str]:
     """`pretrain_and_keep` as if every row were too long for a dense mask of documents."""
-    boundaries = mock.patch.object(Documents, "beginning_at", wraps=Documents.beginning_at)
+    boundaries = mock.patch.object(DocumentBounds, "beginning_at", wraps=DocumentBounds.beginning_at)
     with mock.patch.object(accounting, "DENSE_LENGTH", 0), boundaries as made:
         refused = pretrain_and_keep(runs)
     assert made.call_count > 0

@@ -14,7 +14,7 @@ from launch.config.run_config import resolve
 from model import accounting
 from model.accounting import parameter_count
 from model.gpt import GPT
-from model.layout import Documents, Layout
+from model.layout import DocumentBounds, Layout
 from recipes.sequence_parallel.technique import exchanging
 from tests.helpers import config_of
 
@@ -47,7 +47,7 @@ def test_the_activations_of_a_block_are_what_autograd_saves(precision, architect
     if size > 1:
         block.attn.attend = exchanging(block.attn.attend, torch.clone, size)
     bounds = torch.tensor([0, 20, 48, 96]) * size
-    block.attn.layout = Layout(Documents(bounds, 48 * size) if end else None, whole.wpe.rotation(torch.arange(48), dtype))
+    block.attn.layout = Layout(DocumentBounds(bounds, 48 * size) if end else None, whole.wpe.rotation(torch.arange(48), dtype))
     x = torch.randn(B, 48, 64, dtype=dtype, requires_grad=True)
     saved: dict[int, int] = {}
 

@@ -54,7 +54,7 @@ from launch.training.checkpoints.snapshot import Snapshots
 from launch.training.checkpoints.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
 from launch.training.ranks.distributed import Collectives, thread_group
 from launch.training.run_folder.folder import free_bytes
-from recipes.technique import Technique, shared_by
+from recipes.technique import Technique, ranks_in_words
 
 #: Suffix of the name of a checkpoint that was passed over.
 UNUSABLE = ".unusable"
@@ -307,7 +307,7 @@ class Checkpoints:
         other_ranks = state["ranks"] != self.collectives.world_size
         if other_ranks and any(newest.glob("technique-*.pt")):
             try:
-                self.technique.discard_state(f"written by {shared_by(state['ranks'])}, and this job has {self.collectives.world_size}")
+                self.technique.discard_state(f"written by {ranks_in_words(state['ranks'])}, and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: the per-rank state of a technique was {reason}; start {state['ranks']} ranks") from None
         move = move_of(newest, state["ranks"], self.ds_engine, self.collectives.world_size)

@@ -18,18 +18,18 @@ from launch.training.evaluation import Evaluation
 from launch.training.meter import Meter
 from launch.training.run_folder.folder import NoFolder, RunFolder
 from model.accounting import in_words
-from recipes.technique import shared_by
+from recipes.technique import ranks_in_words
 
 LINE_SECONDS = 10.0  # between two plain lines
 
 
 def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
     """Yield lines that name the model, the batch, the device, and the DeepSpeed faults that are corrected."""
-    shape, arithmetic = config.shape, f"ZeRO {config.zero_stage}, {config.precision}, {shared_by(config.ranks)} on {meter.device_name}"
+    shape, arithmetic = config.shape, f"ZeRO {config.zero_stage}, {config.precision}, {ranks_in_words(config.ranks)} on {meter.device_name}"
     yield f"{config.runs_dir}/{config.run_name}: {in_words(config.model_config)}, {arithmetic}"
     step = "step" if config.steps_to_make == config.steps else "full step"
     yield (
-        f"{config.micro_batch_size} sequences x {config.gradient_accumulation_steps} accumulation x {config.shared_by} x "
+        f"{config.micro_batch_size} sequences x {config.gradient_accumulation_steps} accumulation x {config.ranks_in_words} x "
         f"{shape.seq_len} tokens = {config.tokens_per_step:,} tokens a {step}, {config.steps_to_make:,} steps, "
         f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs)"
     )
