@@ -169,10 +169,13 @@ def test_the_log_shows_the_mean_loss_of_the_last_steps(one_rank, corpus, tmp_pat
 
 
 def test_rates_and_flops_are_those_of_all_ranks(monkeypatch):
-    """Three ranks make a step in half a second, on devices of 1 GFLOP/s. A rank has 2 x 4 sequences of 2 rows of 16 tokens."""
+    """Three ranks with data of their own make a step in half a second, on devices of 1 GFLOP/s. A rank has 2 x 4 sequences of 2 rows of 16 tokens."""
     model = GPTConfig(**SHAPE, vocab_size=1000)
     engine: Any = SimpleNamespace(
-        config=SimpleNamespace(precision="fp32", model_config=model), techniques=SimpleNamespace(matmul_dtype=""), step_metrics=dict
+        config=SimpleNamespace(precision="fp32", model_config=model),
+        data_ranks=3,
+        techniques=SimpleNamespace(matmul_dtype=""),
+        step_metrics=dict,
     )
     ranks: Any = SimpleNamespace(device=torch.device("cpu"), world_size=3, bytes_sent=1000.0, gather=lambda value: [value] * 3)
     monkeypatch.setattr(metering, "peak_flops", lambda device, dtype: 1e9)
