@@ -169,7 +169,7 @@ def test_the_log_shows_the_mean_loss_of_the_last_steps(one_rank, corpus, tmp_pat
 
 
 def test_rates_and_flops_are_those_of_all_ranks(monkeypatch):
-    """Three ranks with data of their own make a step in half a second, on devices of 1 GFLOP/s. A rank has 2 x 4 sequences of 2 rows of 16 tokens."""
+    """Three data ranks make a step in half a second, on devices of 1 GFLOP/s. A rank has 2 x 4 sequences of 2 rows of 16 tokens."""
     model = GPTConfig(**SHAPE, vocab_size=1000)
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(precision="fp32", model_config=model),
