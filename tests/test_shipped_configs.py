@@ -76,8 +76,9 @@ def flags(name: str, corpus: Path, tmp_path: Path, *more: str) -> list[str]:
 
 #: These build an extension of DeepSpeed for minutes (CPU-Adam, async_io), or are of the grid, where others show the same.
 LONG = {"zero_infinity", *GRID} - {"zero1_bf16", "zero3_fp32", "zero0_fp16", "zero2_fp16"}
-MARKS = {**dict.fromkeys(LONG, "long"), **dict.fromkeys(("zero_offload", "zero_3_param_offload", "fused_kernels"), "gate")}
 TRAINED = [file.stem for file in FILES if file.stem not in CUDA_ONLY]
+QUICK = ("zero1_bf16", "zero3_fp32", "zero0_fp16", "one_bit_adam", "curriculum_learning")
+MARKS = {**dict.fromkeys((name for name in TRAINED if name not in QUICK), "gate"), **dict.fromkeys(LONG, "long")}
 
 
 @pytest.mark.parametrize(
