@@ -75,7 +75,7 @@ def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_
     import torch
 
     from model.gpt import GPT
-    from model.layout import Documents, Layout, document_mask, document_starts
+    from model.layout import DocumentBounds, Layout, document_mask, document_starts
 
     torch.manual_seed(0)
     sizes = {"n_layer": 1, "n_head": 2, "d_model": 8, "seq_len": 12}
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_
         return out
 
     def dropping(x: torch.Tensor) -> torch.Tensor:
-        documents = mask if dense else Documents.beginning_at(starts)
+        documents = mask if dense else DocumentBounds.beginning_at(starts)
         block.attn.layout = layout = Layout(None if document_end is None else documents, rotation)
         out = run_on(block, x, kept_tokens)
         assert block.attn.layout is layout, "the layout is there for the next block"

@@ -74,7 +74,6 @@ QUICK = [
     ("curriculum_learning, reshaped", "gpt2", "stage 0", 1, 2),
     ("no_cross_document", "gpt2", "stage 0", 1, 2),
     ("progressive_layer_drop", "gpt2", "stage 3", 1, 2),
-    ("random_ltd, checkpointed", "qwen3", "stage 3", 1, 2),
     ("muon", "gpt2", "stage 3", 1, 2),
     ("one_bit_lamb", "gpt2", "stage 0", 1, 2),
     ("zero_one_adam", "gpt2", "stage 0", 1, 2),
@@ -85,6 +84,7 @@ AT_THE_GATE = [
     ("muon, original", "gpt2", "stage 0", 1, 1),
     ("one_bit_adam, uncorrected", "gpt2", "stage 0", 1, 1),
     ("muon", "gpt2", "stage 2", 1, 2),
+    ("random_ltd, checkpointed", "qwen3", "stage 3", 1, 2),
 ]
 EVERY = [
     *AT_THE_GATE,

@@ -45,7 +45,7 @@ def pretrain(pool, *arguments: str) -> list[dict]:
 AGREEMENT = 32
 
 
-@pytest.mark.parametrize(("precision", "bytes_per_gradient"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("precision", "bytes_per_gradient"), [pytest.param("fp32", 4, marks=pytest.mark.gate), ("bf16", 2)])
 def test_stage_0_sends_its_gradients_once_a_step_whatever_the_accumulation(two_ranks, corpus, tmp_path, precision, bytes_per_gradient):
     lines = pretrain(two_ranks, corpus, tmp_path, f"zero0_{precision}", "--run_name", "r", "--eval_every", "0")
     expected = bytes_per_gradient * parameters(corpus) + AGREEMENT  # all_reduce of two ranks: 2 x 1/2 x size

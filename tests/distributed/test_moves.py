@@ -133,7 +133,7 @@ MOVES = [
     ("gpt2", [], L(2, 2), L(3, 2), OFFLOADED_WEIGHTS),
 ]
 QUICK_MOVES = [
-    *(("gpt2", [], *move, []) for move in QUICK[1:]),
+    ("gpt2", [], *QUICK[2], []),
     ("qwen3", [], *QUICK[0], []),
     ("gpt2", MUON, *MUON_MOVES[0], []),
     MOVES[-1],
@@ -174,7 +174,7 @@ def test_a_moved_run_is_resumed_and_moved_again(runs, tmp_path):
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
-        (3, ["zero_optimization.sub_group_size=3000"]),
+        pytest.param(3, ["zero_optimization.sub_group_size=3000"], marks=pytest.mark.gate),
         pytest.param(2, ["zero_optimization.round_robin_gradients=true", "zero_optimization.parameter_alignment=true"], marks=long),
     ],
 )
@@ -261,7 +261,10 @@ BY_STEP = {
 }
 
 
-@pytest.mark.parametrize(("name", "key"), [("random_ltd", "reserved_length"), pytest.param("batch_size_warmup", "batch_size", marks=long)])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [pytest.param("random_ltd", "reserved_length", marks=pytest.mark.gate), pytest.param("batch_size_warmup", "batch_size", marks=long)],
+)
 def test_a_technique_that_follows_the_step_is_moved(name, key, runs, tmp_path):
     before, after, more = L(3, 2), L(2, 1), [*MODELS["qwen3"][0], *section(name, BY_STEP[name])]
     folder = runs.copy(before, tmp_path / "moved", *more)

@@ -112,7 +112,7 @@ def test_both_rules_end_near_the_run_without_garbage(train):
     assert abs(ends["skip"]) < 0.02 and abs(ends["rewind"]) < 0.02, ends
 
 
-@pytest.mark.parametrize("rule", ["skip", "rewind"])
+@pytest.mark.parametrize("rule", [pytest.param("skip", marks=pytest.mark.gate), "rewind"])
 def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
     """From a few steps before the garbage, also without the metrics: the checkpoint has the window of the steps before it."""
     whole = train("r", "--spike_rule", rule)
@@ -123,6 +123,7 @@ def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
     assert losses(resumed) == losses(whole)[70:] and spikes(resumed) == spikes(whole)
 
 
+@pytest.mark.gate
 def test_a_checkpoint_of_an_earlier_version_begins_a_new_window(train, tmp_path):
     train("r", "--spike_rule", "skip")
     shutil.rmtree(complete_checkpoints(tmp_path / "r" / "checkpoints")[-1])
@@ -134,6 +135,7 @@ def test_a_checkpoint_of_an_earlier_version_begins_a_new_window(train, tmp_path)
     assert "the checkpoint has no losses of earlier steps" in (tmp_path / "r" / "log.txt").read_text()
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("measured_text")
 def test_a_run_that_rewinds_too_often_ends_with_the_checkpoint_that_its_name_says(train, tmp_path):
     """Not with the weights of the checkpoint that it was about to rewind to."""
@@ -153,6 +155,7 @@ def test_a_spike_that_has_no_good_checkpoint_before_it_is_skipped(train, tmp_pat
     assert "there is no checkpoint to rewind to" in (tmp_path / "r" / "log.txt").read_text()
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("measured_text")
 def test_a_rewind_also_sets_aside_the_checkpoints_that_the_resume_passed_over(train, tmp_path):
     folder, flags = tmp_path / "r" / "checkpoints", ["--spike_rule", "rewind", "--save_every", "70"]
