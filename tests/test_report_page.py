@@ -179,6 +179,7 @@ def test_what_was_forced_is_on_the_first_screen(page, corpus, tmp_path):
     assert comparison.mismatches and all(one in page.text(".mismatches") for one in comparison.mismatches)
 
 
+@pytest.mark.gate
 def test_a_large_report_stays_small(corpus, tmp_path):
     """A fifth of the bound for 30 comparisons of long runs."""
     long = [{**line, "grad_norm": 1 + line["step"] % 7} for line in lines(steps=5000)]

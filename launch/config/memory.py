@@ -351,11 +351,11 @@ def _activations(sizes: RankSizes) -> Iterator[Term]:
         saved += sizes.unit if sizes.device == "cpu" else sizes.unit // sizes.w
     saved += sizes.unit * sizes.checkpoints - _checkpoints_on_host(sizes) if sizes.checkpoints else block * model.n_layer
     # In the backward pass of a block: the gradients of the input and output of the MLP's activation, and what the MLP of a tile saves only
-    # now; or those of queries, keys and values, one by one and in one tensor, when three tensors of the block are not needed any more. And
-    # the gradients of the residual stream, and of a tied weight. The head's gradient of that weight is kept until it is added to the
+    # now; or those of attention's output and of queries, keys and values, when three tensors of the block are not needed any more. And the
+    # gradients of the residual stream, and of a tied weight. The head's gradient of that weight is kept until it is added to the
     # embedding's, which is dense.
     of_mlp = sizes.tile * (model.c_fc_width + model.d_ff + (_mlp_elements(model) if sizes.tiled else 0))
-    of_attention = sizes.tokens * (2 * sum(sizes.qkv_widths) - 3 * model.d_model)
+    of_attention = sizes.tokens * (sizes.qkv_widths[0] + sum(sizes.qkv_widths) - 3 * model.d_model)
     in_flight = sizes.unit + max(of_mlp, of_attention) * sizes.w
     if model.tied_head:
         in_flight += model.padded_vocab_size * model.d_model * sizes.w
@@ -447,7 +447,8 @@ def _loss_head(sizes: RankSizes) -> Iterator[Term]:
 def _buffers(sizes: RankSizes) -> Iterator[Term]:
     """The reduction buckets, the gathered weights, and the copy that a reduction sends.
 
-    A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients.
+    A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients; those of the
+    embeddings come last, after the blocks'.
     """
     stage, w, ranks = sizes.stage, sizes.w, sizes.run.ranks
     if stage == 0 or sizes.has_bf16_optimizer:
@@ -459,8 +460,11 @@ def _buffers(sizes: RankSizes) -> Iterator[Term]:
     # overlap_comm is true by default at stage 3, else false. At stages 1 and 2 it adds a second bucket.
     elements = 2 * bucket if stage < 3 and sizes.zero["overlap_comm"] else bucket
     # Stage 3 always holds its bucket; stages 1 and 2 hold it from the first gradient on.
-    written = elements if sizes.device == "cuda" else min(elements, bucketed)
-    yield Term("buffers", (sizes.sum_width if stage == 1 else w) * written, MOMENTS if stage == 3 else ("recompute", "backward"))
+    embeddings = sum(math.prod(shape) for name, shape in model_tensors(sizes.model).items() if name in ("wte.weight", "wpe.weight"))
+    for moment in MOMENTS if stage == 3 else ("recompute", "backward"):
+        pages = bucketed - embeddings if stage < 3 and moment == "recompute" else bucketed
+        written = elements if sizes.device == "cuda" else min(elements, max(0, pages))
+        yield Term("buffers", (sizes.sum_width if stage == 1 else w) * written, (moment,))
     # Slices of several ranks, or several tensors, are concatenated before they are sent.
     largest_sent = max(min(bucket, bucketed), max((n for n in sizes.flat if n > bucket), default=0))
     yield Term("buffers", w * largest_sent if ranks > 1 or stage == 3 else 0, ("backward",))

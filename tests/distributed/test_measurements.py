@@ -72,6 +72,7 @@ def test_one_rank_sends_nothing(one_rank, corpus, tmp_path):
     }
 
 
+@pytest.mark.gate
 def test_an_evaluation_before_the_first_step_does_not_decide_what_stage_3_gathers_again(two_ranks, corpus, tmp_path):
     partitioned = ["--set", "zero_optimization.stage3_param_persistence_threshold=0"]
     never = pretrain(two_ranks, corpus, tmp_path, "zero3_bf16", "--run_name", "never", "--eval_every", "0", *partitioned)

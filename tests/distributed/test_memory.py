@@ -142,9 +142,7 @@ def test_the_peak_of_long_sequences_is_what_is_planned(tiled, lengths, bar, pool
         words = ["--seq_len", str(length), "--set", f"sequence_parallel_size={size}", "--run_name", f"{size}-{length}"]
         for found in pools.of(size).run("tests.distributed.memory_jobs:growth_of_step", flags=[*run, *words]):
             print(size, length, found)
-            # With tiles, the plan of the recomputed block is up to 30% above what is measured here at 32k; it is not below.
-            assert found["planned"] >= 0.9 * found["measured"]
-            assert tiled or found["measured"] == pytest.approx(found["planned"], rel=0.1)
+            assert found["measured"] == pytest.approx(found["planned"], rel=0.1)
             peaks[size, length] = max(found["measured"], peaks.get((size, length), 0))
     least = {size: peaks[size, lengths[0]] if tiled else 0 for size in (1, 2)}
     assert peaks[2, lengths[1]] - least[2] <= bar * (peaks[1, lengths[1]] - least[1])
@@ -166,7 +164,7 @@ def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, st
 
 @pytest.mark.parametrize(
     ("sub_group", "reuse", "live", "prefetch"),
-    [pytest.param(100_000, 500_000, 300_000, 0, marks=pytest.mark.long), (10**9, 0, 300_000, 50_000), (10**9, 10**9, 10**9, 10**7)],
+    [pytest.param(100_000, 500_000, 300_000, 0, marks=pytest.mark.long), (10**9, 0, 300_000, 50_000), pytest.param(10**9, 10**9, 10**9, 10**7, marks=pytest.mark.gate)],
     ids=["kept", "gathered ahead", "all kept"],
 )
 def test_an_update_and_the_weights_gathered_at_stage_3_are_planned(two_ranks, corpus, tmp_path, sub_group, reuse, live, prefetch):

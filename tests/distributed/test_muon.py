@@ -205,7 +205,7 @@ def test_the_memory_of_the_iterations_is_in_the_plan(name, dtype):
     assert planned[0] - planned[1] == pytest.approx(max(measured), rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [pytest.param("bf16", marks=pytest.mark.gate), pytest.param("fp32", marks=pytest.mark.long)])
 def test_the_memory_of_cut_matrices_is_in_the_plan(name, two_ranks, corpus, tmp_path):
     run = technique_flags("muon", corpus, tmp_path, "stage 3") + section("optimizer.params.ns_dtype", name)
     config, _ = resolve(run, ranks=2)

@@ -12,9 +12,7 @@ from tests.helpers import resumed_after, rewind
 MEASURED = ("seconds", "tokens_per_second", "mfu", "memory")
 #: (technique, form, precision, the step of the checkpoint)
 QUICK = [
-    ("curriculum_learning", "stage 2", "fp32", 15),
     ("random_ltd, checkpointed", "stage 1", "fp32", 10),
-    ("muon", "stage 2", "fp32", 15),
     ("one_bit_lamb", "stage 0", "fp32", FREEZE + 7),
     ("zero_one_adam", "stage 0", "bf16", 20),
 ]
