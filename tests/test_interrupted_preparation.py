@@ -157,7 +157,7 @@ def test_killed_at_random_again_and_again_it_ends_with_the_same_bytes(command, u
     [
         pytest.param("before the manifest", marks=pytest.mark.long),
         pytest.param("after the manifest", marks=pytest.mark.long),
-        "within the third write of its progress",
+        pytest.param("within the third write of its progress", marks=pytest.mark.gate),
         "before the rename",
         pytest.param("after the rename", marks=pytest.mark.long),
     ],

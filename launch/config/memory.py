@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # it imports this module
 FP32 = 4
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
-MOMENTS = ("forward", "recompute", "backward", "update")
+#: The backward pass of the first block, and then that of the embeddings, after which stage 1 reduces.
+MOMENTS = ("forward", "recompute", "backward", "reduce", "update")
 #: The moment of which `MemoryPlan.parts` has the bytes, instead of the moment with the most.
 SHOWN_IN = {"activations": "forward", "gradients": "update"}
 STATES = ("weights", "gradients", "master_weights", "optimizer_states")
@@ -265,7 +266,7 @@ def _model_states(sizes: RankSizes) -> Iterator[Term]:
         waiting = max(0, whole - sizes.sum_width * int(sizes.zero["reduce_bucket_size"]))
     yield Term("weights", weights)
     yield Term("gradients", carried, ("forward", "recompute"))
-    yield Term("gradients", gradients + waiting, ("backward",))
+    yield Term("gradients", gradients + waiting, ("backward", "reduce"))
     yield Term("gradients", gradients, ("update",))
     yield Term("master_weights", 0 if stage == 0 and run.precision == "fp32" else FP32 * owned)
     per_parameter = sizes.techniques.optimizer_tensors or state_tensors(run.optimizer)
@@ -461,13 +462,14 @@ def _buffers(sizes: RankSizes) -> Iterator[Term]:
     elements = 2 * bucket if stage < 3 and sizes.zero["overlap_comm"] else bucket
     # Stage 3 always holds its bucket; stages 1 and 2 hold it from the first gradient on.
     embeddings = sum(math.prod(shape) for name, shape in model_tensors(sizes.model).items() if name in ("wte.weight", "wpe.weight"))
-    for moment in MOMENTS if stage == 3 else ("recompute", "backward"):
-        pages = bucketed - embeddings if stage < 3 and moment == "recompute" else bucketed
-        written = elements if sizes.device == "cuda" else min(elements, max(0, pages))
+    for moment in MOMENTS if stage == 3 else ("recompute", "backward", "reduce"):
+        pages = bucketed if stage == 3 or moment == "reduce" else max(0, bucketed - embeddings)
+        written = elements if sizes.device == "cuda" else min(elements, pages)
         yield Term("buffers", (sizes.sum_width if stage == 1 else w) * written, (moment,))
     # Slices of several ranks, or several tensors, are concatenated before they are sent.
     largest_sent = max(min(bucket, bucketed), max((n for n in sizes.flat if n > bucket), default=0))
-    yield Term("buffers", w * largest_sent if ranks > 1 or stage == 3 else 0, ("backward",))
+    after = stage == 1 and not sizes.zero["overlap_comm"]
+    yield Term("buffers", w * largest_sent if ranks > 1 or stage == 3 else 0, ("reduce",) if after else ("backward", "reduce"))
     if stage == 3 and ranks > 1:
         # The whole weights, and the flat buffer of the last gather, from which they are copied.
         live = gathered_weights(sizes)[1]

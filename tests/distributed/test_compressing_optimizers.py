@@ -124,7 +124,9 @@ def test_a_variance_that_is_frozen_stays_so(name, two_ranks, corpus, tmp_path):
 # --- 0/1 Adam, whose ranks go alone -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(name, marks=long) for name in ("fp32", "fp16"))])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16", marks=pytest.mark.gate), *(pytest.param(name, marks=long) for name in ("fp32", "fp16"))]
+)
 def test_what_is_evaluated_and_saved_is_what_the_ranks_agree_on(precision, two_ranks, corpus, tmp_path):
     """Between two exchanges it stays but for weight decay, although the ranks' weights move and are not the same."""
     run = technique_flags("zero_one_adam", corpus, tmp_path, precision=precision) + section("optimizer.params.weight_decay", 0.0)

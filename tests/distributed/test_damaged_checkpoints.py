@@ -302,7 +302,9 @@ def hostile(mark: str) -> dict[str, Callable[[Path], None]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["zero3_fp16", pytest.param("zero_one_adam", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("zero3_fp16", marks=pytest.mark.gate), pytest.param("zero_one_adam", marks=pytest.mark.long)]
+)
 def test_no_pickle_in_a_checkpoint_runs_code(kind, trained, two_ranks, tmp_path):
     """Sealed with good digests, in every file that a resume, an export, a score or a generation unpickles."""
     flags, run, _ = trained(kind)

@@ -164,7 +164,11 @@ def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, st
 
 @pytest.mark.parametrize(
     ("sub_group", "reuse", "live", "prefetch"),
-    [pytest.param(100_000, 500_000, 300_000, 0, marks=pytest.mark.long), (10**9, 0, 300_000, 50_000), pytest.param(10**9, 10**9, 10**9, 10**7, marks=pytest.mark.gate)],
+    [
+        pytest.param(100_000, 500_000, 300_000, 0, marks=pytest.mark.long),
+        (10**9, 0, 300_000, 50_000),
+        pytest.param(10**9, 10**9, 10**9, 10**7, marks=pytest.mark.gate),
+    ],
     ids=["kept", "gathered ahead", "all kept"],
 )
 def test_an_update_and_the_weights_gathered_at_stage_3_are_planned(two_ranks, corpus, tmp_path, sub_group, reuse, live, prefetch):

@@ -233,7 +233,9 @@ def test_in_another_precision_it_trains_like_an_engine_that_is_filled_by_hand(mo
 SCALE = ["--set", 'fp16={"enabled": true, "initial_scale_power": 26, "loss_scale_window": 6, "hysteresis": 1}']
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(0, 1, marks=long), pytest.param(3, 0, marks=long)])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(2, 3, marks=pytest.mark.gate), pytest.param(0, 1, marks=long), pytest.param(3, 0, marks=long)]
+)
 def test_the_loss_scale_of_fp16_goes_on(before, after, runs, tmp_path):
     """It falls by overflows until step 10 and grows in step 17. Before the first update there is no optimizer state, and none is missed."""
     before, after = (L(stage, 2, precision="fp16") for stage in (before, after))
@@ -359,6 +361,7 @@ def test_what_cannot_be_moved_is_refused_in_a_line(word, runs, tmp_path):
     assert content_of(folder) == written
 
 
+@pytest.mark.gate
 def test_a_checkpoint_is_moved_from_a_wrapper_of_deepspeeds_that_is_not_known_and_not_to_it(runs, tmp_path):
     """In bf16 at stage 1 with gradients in fp32, DeepSpeed has an optimizer of its own kind, BF16_Optimizer."""
     layout, own = L(1, 2, precision="bf16"), ["--set", "data_types.grad_accum_dtype=fp32"]

@@ -147,6 +147,7 @@ def test_a_run_that_rewinds_too_often_ends_with_the_checkpoint_that_its_name_say
 
 
 @pytest.mark.usefixtures("measured_text")
+@pytest.mark.gate
 def test_a_spike_that_has_no_good_checkpoint_before_it_is_skipped(train, tmp_path):
     folder, short = tmp_path / "r" / "checkpoints", ["--steps", "80", "--save_every", "70"]
     garbage = {"first": 75 * 4, "last": 76 * 4}
