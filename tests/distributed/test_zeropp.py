@@ -66,8 +66,10 @@ def test_a_resumed_run_gathers_the_weights_of_its_checkpoint(pools, corpus, tmp_
 
 @pytest.mark.parametrize(
     ("changes", "scales"),
-    [*(pytest.param(*case, marks=pytest.mark.long) for case in (((), 0.0), ((PAIRS,), 0.0), ((INT8,), 0.01)))]
-    + [pytest.param((PAIRS, INT8), 0.01, marks=pytest.mark.gate)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (((), 0.0), ((PAIRS,), 0.0), ((INT8,), 0.01))),
+        pytest.param((PAIRS, INT8), 0.01, marks=pytest.mark.gate),
+    ],
     ids=["stage 3", "second copy", "int8", "both"],
 )
 def test_bytes_on_the_wire_are_those_planned(changes, scales, pools, corpus, tmp_path):
