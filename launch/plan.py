@@ -28,7 +28,7 @@ from launch.config.hardware import device_type
 from launch.config.run_config import ROOT, RunConfig, resolve
 from launch.config.step_time import Hardware, hardware_of, time_of
 from launch.errors import UsageError, print_once, run_command
-from model.accounting import parameter_count
+from model.accounting import parameter_count, parameters_in_words
 from model.presets import FIELDS, PRESETS, SIZES
 from recipes import registry
 
@@ -97,12 +97,13 @@ def main() -> int:
     columns = {name: _plan(run, device, hardware) for name, run in runs.items()}
     if flags.json:
         batch = {key: getattr(first, key) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size")}
-        report = {"model": {**asdict(model), "parameters": parameter_count(model)}, "precision": first.precision, "device": device, **batch}
+        counts = {"parameters": parameter_count(model), "active": parameter_count(model, active=True)}
+        report = {"model": {**asdict(model), **counts}, "precision": first.precision, "device": device, **batch}
         report |= {"hardware": hardware._asdict()} if hardware else {}
         print_once(json.dumps(report | {"columns": columns} | (_fitting(flags.memory, columns) if flags.memory else {}), indent=2))
         return 0
     print_once(
-        f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
+        f"{parameters_in_words(model)} ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
         f"{model.components}, vocabulary {model.vocab_size:,}), {first.precision}\n"
         f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks_in_words}; "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"

@@ -22,16 +22,23 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 def in_words(config: GPTConfig) -> str:
     """A model's parameters, sizes and the components that are not GPT-2's: "5.3 M parameters (4 layers, 256 wide, 128 tokens)"."""
     sizes = f"{config.n_layer} layers, {config.d_model} wide, {config.seq_len} tokens{config.components}"
-    return f"{parameter_count(config) / 1e6:.1f} M parameters ({sizes})"
+    return f"{parameters_in_words(config)} ({sizes})"
+
+
+def parameters_in_words(config: GPTConfig) -> str:
+    """ "5.3 M parameters", with experts also how many of them a token uses."""
+    active = f", {parameter_count(config, active=True) / 1e6:,.1f} M active" if config.n_expert else ""
+    return f"{parameter_count(config) / 1e6:,.1f} M parameters{active}"
 
 
 def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of one block, by its name in the block, in the order of `model.gpt.Block`."""
     C, qkv = config.d_model, sum(config.qkv_heads) * config.d_head
 
-    def linear(name: str, n_in: int, n_out: int) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (n_out, n_in)} | ({f"{name}.bias": (n_out,)} if config.bias else {})
+    def linear(name: str, n_in: int, n_out: int, *experts: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (*experts, n_out, n_in)} | ({f"{name}.bias": (n_out,)} if config.bias else {})
 
+    experts = (config.n_expert,) if config.n_expert else ()
     head_norms = {f"attn.{name}.weight": (config.d_head,) for name in ("q_norm", "k_norm")} if config.qk_norm else {}
     return {
         **norm_tensors(config, "ln_1"),
@@ -39,8 +46,9 @@ def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
         **head_norms,
         **linear("attn.c_proj", config.attention_width, C),
         **norm_tensors(config, "ln_2"),
-        **linear("mlp.c_fc", C, config.c_fc_width),
-        **linear("mlp.c_proj", config.d_ff, C),
+        **(linear("mlp.router", C, config.n_expert) if experts else {}),
+        **linear("mlp.c_fc", C, config.c_fc_width, *experts),
+        **linear("mlp.c_proj", config.hidden_width, C, *experts),
     }
 
 
@@ -62,26 +70,30 @@ def model_tensors(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def block_parameter_count(config: ModelShape) -> int:
-    """Parameters of one block; of GPT-2 12 C^2 + 13 C for width C."""
-    return sum(map(math.prod, block_tensors(config).values()))
+def block_parameter_count(config: ModelShape, active: bool = False) -> int:
+    """Parameters of one block, or those that each token is multiplied with; of GPT-2 12 C^2 + 13 C for width C."""
+    shapes = block_tensors(config).values()
+    return sum(math.prod((config.n_expert_active, *shape[1:]) if active and len(shape) == 3 else shape) for shape in shapes)
 
 
-def parameter_count(config: GPTConfig) -> int:
+def parameter_count(config: GPTConfig, active: bool = False) -> int:
     """All parameters, with a tied head counted once and the padding of the vocabulary included.
+
+    active: of the experts, count only as many as each token goes through.
 
     gpt2 with 50,257 tokens: 124,475,904, which is 124,439,808 and 47 padded rows of 768.
     """
-    of_one_block = sum(map(math.prod, model_tensors(replace(config, n_layer=1)).values()))
-    return of_one_block + (config.n_layer - 1) * block_parameter_count(config)  # a damaged run.json may say n_layer 10^9
+    block = block_parameter_count(config)
+    outside = sum(map(math.prod, model_tensors(replace(config, n_layer=1)).values())) - block
+    return outside + config.n_layer * block_parameter_count(config, active)  # a damaged run.json may say n_layer 10^9
 
 
 def block_flops_per_token(config: ModelShape, seq_len: int) -> int:
-    """Training FLOPs of one block per token of a row of `seq_len`: 6 N + 12 seq_len n_head d_head, for its N parameters.
+    """Training FLOPs of one block per token of a row of `seq_len`: 6 N + 12 seq_len n_head d_head, for its N active parameters.
 
     Grouped queries reduce N only: each query head multiplies with as many keys as before.
     """
-    return 6 * block_parameter_count(config) + 12 * config.attention_width * seq_len
+    return 6 * block_parameter_count(config, active=True) + 12 * config.attention_width * seq_len
 
 
 def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: float | None = None) -> float:

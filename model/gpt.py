@@ -1,4 +1,5 @@
-"""The GPT that every recipe trains: a GPT-2 (Radford et al. 2019), a Llama or a Qwen3, as its configuration says.
+"""The GPT that every recipe trains: a GPT-2 (Radford et al. 2019), a Llama, a Qwen3 or a mixture of experts, as its
+configuration says.
 
 It is not taken from a library because techniques replace parts of it, such as the loop over the blocks (`GPT.block_runner`). A test copies
 the weights into transformers' models of these names and compares logits and every gradient.
@@ -13,7 +14,7 @@ sampling. To add a norm:
 2. Add it to the table in docs/configuration.md. `launch/export.py` refuses it unless model/hf.py converts it; if it does, add a model with
    the norm to `MODELS` in tests/test_model.py, which compares it with transformers.
 
-An MLP goes into `MLPS` and `CHOICES`; its sizes follow from `ModelShape.c_fc_width`.
+An MLP goes into `MLPS` and `CHOICES`; its sizes follow from `ModelShape.c_fc_width`. Experts are in model/experts.py.
 
 At step 0 the loss is about ln(vocab_size): 9.01 for 8,192 tokens, 10.82 for 50,257.
 """
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.accounting import LOSS_ROWS
+from model.experts import Experts
 from model.layers import INIT_STD, Embedding, Linear
 from model.layout import DocumentBounds, Layout, Mask, Rotation, RowPart, document_mask, document_starts, rotate, rotation_at
 from model.presets import GPTConfig, ModelShape
@@ -86,7 +88,7 @@ NORMS: dict[str, Callable[[int, ModelShape], nn.Module]] = {
     "layernorm": lambda width, config: nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias),
     "rmsnorm": lambda width, config: nn.RMSNorm(width, eps=config.norm_eps),
 }
-#: The activation between the two linear layers of the MLP: (..., ModelShape.c_fc_width) -> (..., d_ff).
+#: The activation between the two linear layers of the MLP: (..., ModelShape.c_fc_width) -> (..., hidden_width).
 MLPS: dict[str, Callable[[], nn.Module]] = {"gelu": lambda: nn.GELU(approximate="tanh"), "swiglu": SwiGLU}
 
 
@@ -179,11 +181,16 @@ class MLP(nn.Module):
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
         self.c_fc = Linear(config.d_model, config.c_fc_width, config, f"{name}.c_fc")
         self.act = MLPS[config.mlp]()
-        self.c_proj = Linear(config.d_ff, config.d_model, config, f"{name}.c_proj", residual_std)
+        self.c_proj = Linear(config.hidden_width, config.d_model, config, f"{name}.c_proj", residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.c_proj(self.act(self.c_fc(x))))
+
+
+def mlp_of(config: GPTConfig, name: str) -> MLP | Experts:
+    """The MLP of a block, or its experts."""
+    return Experts(config, name, MLPS[config.mlp]) if config.n_expert else MLP(config, name)
 
 
 def add_scaled(x: torch.Tensor, branch: torch.Tensor, scale: float) -> torch.Tensor:
@@ -207,7 +214,7 @@ class Block(nn.Module):
         self.ln_1 = NORMS[config.norm](config.d_model, config)
         self.attn = Attention(config, f"h.{index}.attn")
         self.ln_2 = NORMS[config.norm](config.d_model, config)
-        self.mlp = MLP(config, f"h.{index}.mlp")
+        self.mlp = mlp_of(config, f"h.{index}.mlp")
 
     def forward(self, x: torch.Tensor, branch_scale: float = 1.0) -> torch.Tensor:
         x = add_scaled(x, self.attn(self.ln_1(x)), branch_scale)

@@ -1,4 +1,4 @@
-"""Converts the model to transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM: names, shapes, layouts and configuration.
+"""Converts the model to transformers' GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE for causal LM: names, shapes, layouts and configuration.
 
 GPT-2: the names have a prefix, and matrices are (in, out), as in its Conv1D. Llama and Qwen3: the names differ, and our fused `c_attn` and
 `c_fc` are three and two matrices. All: the vocabulary is not padded. Rotary positions need no conversion: both sides rotate halves.
@@ -15,18 +15,26 @@ from typing import Any, NamedTuple
 import torch
 
 from model.accounting import model_tensors
-from model.presets import ARCHITECTURES, FIELDS, GPTConfig, ModelShape
+from model.presets import ARCHITECTURES, EXPERT_FIELDS, FIELDS, GPTConfig, ModelShape
 
 HEAD = "lm_head.weight"
 EMBEDDING = "wte.weight"
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 #: The prefixes of transformers' names, except for the head.
-PREFIXES = {"gpt2": "transformer.", "llama": "model.", "qwen3": "model."}
+PREFIXES = {"gpt2": "transformer.", "llama": "model.", "qwen3": "model.", "mixtral": "model.", "qwen3_moe": "model."}
 #: Fields that each form reads from its configuration; the others must be as in `ARCHITECTURES`.
 FREE = {
     "gpt2": ("d_ff", "tied_head", "norm_eps", "rope_theta"),  # without rotary positions, rope_theta is not used
     "llama": ("n_kv_head", "d_head", "d_ff", "bias", "tied_head", "rope_theta", "norm_eps"),
     "qwen3": ("n_kv_head", "d_head", "d_ff", "tied_head", "rope_theta", "norm_eps"),
+    "mixtral": ("n_kv_head", "d_head", "d_ff", *EXPERT_FIELDS, "tied_head", "rope_theta", "norm_eps"),
+    "qwen3_moe": ("n_kv_head", "d_head", "d_ff", *EXPERT_FIELDS, "tied_head", "rope_theta", "norm_eps"),
 }
 _LLAMA_KEYS = {
     "n_layer": "num_hidden_layers",
@@ -42,6 +50,8 @@ _LLAMA_KEYS = {
     "dropout": "attention_dropout",
     "bias": "attention_bias",
 }
+_QWEN3_KEYS = {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "bias"}
+_EXPERT_KEYS = {ours: theirs for ours, theirs in _QWEN3_KEYS.items() if ours != "d_ff"} | {"n_expert_active": "num_experts_per_tok"}
 #: Form -> our name of each field, and its key in transformers' config.json.
 CONFIG_KEYS: dict[str, dict[str, str]] = {
     "gpt2": {
@@ -56,7 +66,9 @@ CONFIG_KEYS: dict[str, dict[str, str]] = {
         "dropout": "resid_pdrop",
     },
     "llama": _LLAMA_KEYS,
-    "qwen3": {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "bias"},
+    "qwen3": _QWEN3_KEYS,
+    "mixtral": _EXPERT_KEYS | {"n_expert": "num_local_experts", "d_expert": "intermediate_size"},
+    "qwen3_moe": _EXPERT_KEYS | {"n_expert": "num_experts", "d_expert": "moe_intermediate_size"},
 }
 #: Llama's name of each of our modules of a block, for `c_attn` and `c_fc` the names of their parts.
 _BLOCK_NAMES = {
@@ -69,6 +81,19 @@ _BLOCK_NAMES = {
     "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.c_proj": ("mlp.down_proj",),
 }
+#: Form -> the names of the router and of each expert's matrices.
+_EXPERT_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "mixtral": {
+        "mlp.router": ("block_sparse_moe.gate",),
+        "mlp.c_fc": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "mlp.c_proj": ("block_sparse_moe.experts.{}.w2",),
+    },
+    "qwen3_moe": {
+        "mlp.router": ("mlp.gate",),
+        "mlp.c_fc": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "mlp.c_proj": ("mlp.experts.{}.down_proj",),
+    },
+}
 _MODEL_NAMES = {"wte": "embed_tokens", "ln_f": "norm"}
 
 
@@ -78,7 +103,7 @@ class HFTensor(NamedTuple):
     Attributes:
         name: with its prefix.
         shape: in transformers' layout.
-        start, end: the rows of our tensor.
+        start, end: the rows of our tensor; those of all experts are counted one after the other.
         transposed: whether it is (in, out), and ours (out, in).
     """
 
@@ -90,11 +115,12 @@ class HFTensor(NamedTuple):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This tensor as a view of ours."""
-        return tensor[self.start : self.end].t() if self.transposed else tensor[self.start : self.end]
+        rows = tensor.flatten(0, -2)[self.start : self.end] if tensor.dim() > 1 else tensor[self.start : self.end]
+        return rows.t() if self.transposed else rows
 
 
 def hf_form(config: ModelShape) -> str:
-    """The architecture, "gpt2", "llama" or "qwen3", with which transformers computes this model.
+    """The architecture, a key of `ARCHITECTURES`, with which transformers computes this model.
 
     Raises:
         ValueError: there is none; one line that names the field.
@@ -112,6 +138,7 @@ def _differing(config: ModelShape, form: str) -> list[str]:
     expected = {field.name: field.default for field in fields(ModelShape)} | ARCHITECTURES[form]
     expected |= {"n_kv_head": config.n_head, "d_head": config.d_model / config.n_head}
     faults = [name for name in FIELDS if name not in FREE[form] and getattr(config, name) != expected[name]]
+    faults += ["n_expert"] * ("n_expert" in FREE[form] and not config.n_expert)
     return faults + (["d_head"] if form == "llama" and config.d_model % config.n_head else [])  # LlamaConfig refuses it
 
 
@@ -133,7 +160,9 @@ def _parts(name: str, shape: tuple[int, ...], form: str, config: GPTConfig) -> l
     if module in _MODEL_NAMES:
         return [HFTensor(f"{PREFIXES[form]}{_MODEL_NAMES[module]}.{kind}", (rows, *rest), 0, rows, False)]
     _, index, inner = module.split(".", 2)
-    names = _BLOCK_NAMES[inner]
+    names = (_BLOCK_NAMES | _EXPERT_NAMES.get(form, {}))[inner]
+    if len(shape) == 3:  # the matrices of one expert after the other
+        names, rows, rest = tuple(name.format(expert) for expert in range(rows) for name in names), shape[0] * shape[1], shape[2:]
     sizes = [heads * config.d_head for heads in config.qkv_heads] if inner == "attn.c_attn" else [rows // len(names)] * len(names)
     parts, start = [], 0
     for theirs, size in zip(names, sizes, strict=True):
@@ -187,8 +216,15 @@ def _llama_config(config: GPTConfig) -> dict[str, Any]:
         "attention_bias": config.bias,
         "rope_theta": config.rope_theta,  # transformers before 5, and from 5 on
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        **({"use_sliding_window": False} if config.qk_norm else {"mlp_bias": config.bias}),
+        **({"use_sliding_window": False} if config.qk_norm else {} if config.n_expert else {"mlp_bias": config.bias}),
+        **(_experts_config(config) if config.n_expert else {}),
     }
+
+
+def _experts_config(config: GPTConfig) -> dict[str, Any]:
+    if not config.qk_norm:
+        return {"sliding_window": None, "router_jitter_noise": 0.0}
+    return {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": config.d_ff}
 
 
 def to_hf_state_dict(state_dict: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:

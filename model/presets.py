@@ -32,6 +32,10 @@ class ModelShape:
         d_head: width of a head; 0: d_model / n_head.
         d_ff: width of the MLP's hidden layer; 0: 4 d_model for gelu, and for swiglu 8/3 d_model, rounded up to a multiple of 128, with
             which its three matrices have about as many parameters as gelu's two.
+        n_expert: MLPs of each block, of which a router chooses n_expert_active for each token (Shazeer et al., arXiv 1701.06538); 0: one.
+        n_expert_active: 0: 2, if there are experts.
+        d_expert: width of an expert's hidden layer; 0: d_ff / n_expert_active. d_ff is n_expert_active x d_expert: a token is multiplied
+            with as many weights as by one MLP of this width.
         qk_norm: an RMSNorm over each head's queries and keys, before the rotation (Dehghani et al., arXiv 2302.05442; Qwen3).
         bias: biases in the linear layers of the blocks, and in layernorms.
         tied_head: the head's weight is the token embedding.
@@ -52,6 +56,9 @@ class ModelShape:
     n_kv_head: int = 0
     d_head: int = 0
     d_ff: int = 0
+    n_expert: int = 0
+    n_expert_active: int = 0
+    d_expert: int = 0
     qk_norm: bool = False
     bias: bool = True
     tied_head: bool = True
@@ -61,21 +68,33 @@ class ModelShape:
     def __post_init__(self) -> None:
         check_sizes(self)
         hidden = -(-8 * self.d_model // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE if self.mlp in GATED else 4 * self.d_model
-        for name, value in {"n_kv_head": self.n_head, "d_head": self.d_model // self.n_head, "d_ff": hidden}.items():
-            if getattr(self, name) == 0:
-                object.__setattr__(self, name, value)  # the class is frozen for everyone else
+        self._default(n_kv_head=self.n_head, d_head=self.d_model // self.n_head)
+        if self.n_expert:
+            self._default(n_expert_active=2)
+            self._default(d_expert=(self.d_ff or hidden) // self.n_expert_active)
+            hidden = self.n_expert_active * self.d_expert
+        self._default(d_ff=hidden)
         check_architecture(self)
 
+    def _default(self, **values: int) -> None:
+        for name, value in values.items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)  # the class is frozen for everyone else
+
     def recorded(self) -> dict[str, Any]:
-        """The fields that `run.json` records: all; for a GPT-2 only the sizes, so that older files stay valid."""
+        """The fields that `run.json` records: all, but those of experts only if there are any; for a GPT-2 only the sizes, so that older
+        files stay valid."""
         sizes = {name: getattr(self, name) for name in SIZES}
-        return sizes if self.d_model % self.n_head == 0 and ModelShape(**sizes) == self else asdict(self)
+        if self.d_model % self.n_head == 0 and ModelShape(**sizes) == self:
+            return sizes
+        return {name: value for name, value in asdict(self).items() if self.n_expert or name not in EXPERT_FIELDS}
 
     @property
     def components(self) -> str:
         """The fields that differ from GPT-2's, as the end of a line: ", rotary, rmsnorm, swiglu, 2 heads of keys and values"."""
         parts = [value for name in CHOICES if (value := getattr(self, name)) != getattr(ModelShape, name)]
         parts += [f"{self.n_kv_head} heads of keys and values"] * (self.n_kv_head < self.n_head) + ["QK-norm"] * self.qk_norm
+        parts += [f"{self.n_expert_active} of {self.n_expert} experts of {self.d_expert}"] * bool(self.n_expert)
         return "".join(f", {part}" for part in parts)
 
     @property
@@ -84,9 +103,19 @@ class ModelShape:
         return self.n_head, self.n_kv_head, self.n_kv_head
 
     @property
+    def hidden_width(self) -> int:
+        """Width of the hidden layer of the MLP, or of each expert."""
+        return self.d_expert if self.n_expert else self.d_ff
+
+    @property
     def c_fc_width(self) -> int:
-        """Width of the output of the MLP's first linear layer: d_ff, and as much for the gate of a gated MLP."""
-        return self.d_ff * (2 if self.mlp in GATED else 1)
+        """Width of the output of the first linear layer of the MLP, or of an expert: `hidden_width`, and as much for a gate."""
+        return self.hidden_width * (2 if self.mlp in GATED else 1)
+
+    @property
+    def active_c_fc_width(self) -> int:
+        """`c_fc_width` of all experts that a token goes through, or of the MLP."""
+        return self.c_fc_width * max(1, self.n_expert_active)
 
     @property
     def attention_width(self) -> int:
@@ -156,7 +185,7 @@ def check_sizes(shape: ModelShape) -> None:
     """Raises ValueError, with the value and the fix in one line, for impossible sizes."""
     for name in ("n_layer", "n_head", "d_model", "seq_len"):
         check_positive_int(name, getattr(shape, name))
-    for name in ("n_kv_head", "d_head", "d_ff"):
+    for name in ("n_kv_head", "d_head", "d_ff", *EXPERT_FIELDS):
         if getattr(shape, name) != 0:
             check_positive_int(name, getattr(shape, name))
     if shape.d_head == 0 and shape.d_model % shape.n_head:
@@ -179,6 +208,16 @@ def check_architecture(shape: ModelShape) -> None:
             raise ValueError(f"{name} is {value!r}: it must be a number above 0")
     if shape.n_head % shape.n_kv_head:
         raise ValueError(f"n_head is {shape.n_head} and n_kv_head is {shape.n_kv_head}: n_head must be a multiple of n_kv_head")
+    experts, active, width = (getattr(shape, name) for name in EXPERT_FIELDS)
+    if experts < active or (width and not experts):
+        given = f"n_expert is {experts}, n_expert_active {active}, d_expert {width}"
+        raise ValueError(f"{given}: n_expert must be at least n_expert_active, and above 0 for experts")
+    if active == 1:
+        raise ValueError("n_expert_active is 1: the share of one expert is 1, so the router would not learn; give 2 or more")
+    if experts and shape.d_ff != active * width:
+        raise ValueError(f"d_ff is {shape.d_ff}, n_expert_active x d_expert {active} x {width}: d_ff must be this product, or be left out")
+    if experts and shape.bias:
+        raise ValueError(f"n_expert is {experts}: experts have no biases; add --bias false, or use --architecture qwen3_moe")
     if shape.positions == "rotary" and shape.d_head % 2:
         raise ValueError(f"d_head is {shape.d_head}: rotary positions rotate pairs, so it must be even; change d_model, n_head or d_head")
 
@@ -201,15 +240,21 @@ NORM_SIZES = {"layernorm": NormSize(("weight", "bias"), 2, False), "rmsnorm": No
 #: The values of the fields that name a component. `model/gpt.py` maps each name to its constructor.
 CHOICES = {"positions": ("learned", "rotary"), "norm": tuple(NORM_SIZES), "mlp": ("gelu", "swiglu")}
 _MODERN = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
+#: A small number of experts, which each preset may change.
+_EXPERTS = {"n_expert": 8, "n_expert_active": 2}
 #: The forms that transformers reads -> the fields that differ from the defaults of `ModelShape`. llama has the constants of Llama 3, qwen3
-#: those of Qwen3, whose models of up to 4 B parameters are tied.
+#: those of Qwen3, whose models of up to 4 B parameters are tied; mixtral
+#: and qwen3_moe are both with experts.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {**_MODERN, "tied_head": False, "rope_theta": 500_000.0, "norm_eps": 1e-5},
     "qwen3": {**_MODERN, "qk_norm": True, "rope_theta": 1_000_000.0, "norm_eps": 1e-6},
+    "mixtral": {**_MODERN, **_EXPERTS, "tied_head": False, "rope_theta": 1_000_000.0, "norm_eps": 1e-5},
+    "qwen3_moe": {**_MODERN, **_EXPERTS, "qk_norm": True, "tied_head": False, "rope_theta": 1_000_000.0, "norm_eps": 1e-6},
 }
 #: The fields of `ModelShape` that a preset sets, and those that are an architecture.
 SIZES = ("n_layer", "n_head", "d_model", "seq_len", "dropout")
+EXPERT_FIELDS = ("n_expert", "n_expert_active", "d_expert")
 FIELDS = tuple(field.name for field in fields(ModelShape) if field.name not in SIZES)
 
 
@@ -248,6 +293,9 @@ def shape_of(sizes: ModelShape, architecture: str, given: Mapping[str, Any]) -> 
 # 2.2), Llama 3 (arXiv 2407.21783, table 3; LLaMA's batch and warm-up); Qwen's are not published, so GPT-3's row of the nearest count.
 # llama3.1-8b: the shape of meta-llama/Llama-3.1-8B and its batch in tokens. Its positions beyond 8,192 were stretched (rope_scaling of the
 # kind "llama3"), which `RotaryPositions` does not do: the same rope_theta, and no stretching.
+# Shapes of experts: config.json of mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B; moe-7b-a1b has the sizes, rate, batch and warm-up of
+# OLMoE-1B-7B (arXiv 2409.02060), in Qwen3's form. Mixtral's training is not published: LLaMA's rate. Steps: 20 tokens per active
+# parameter.
 # nano and micro are for minutes on two cores with the 8k vocabulary; they are narrower than all rows of that table, so rates are higher.
 PRESETS: dict[str, Preset] = {
     # 8 x 128 = 1,024 tokens per step; 1,000 steps = 1.0 M tokens, a third of the corpus, two minutes on two cores
@@ -305,6 +353,42 @@ PRESETS: dict[str, Preset] = {
         architecture="llama",
         published={"n_kv_head": 8, "d_ff": 14_336},
         vocab_size=128_256,
+    ),
+    # 20 x 1,282 M active = 25.6 B
+    "moe-7b-a1b": Preset(
+        ModelShape(16, 16, 2048, 4096),
+        lr=4e-4,
+        global_batch_size=1024,
+        micro_batch_size=2,
+        steps=6_110,
+        warmup_steps=2_500,
+        architecture="qwen3_moe",
+        published={"n_kv_head": 16, "n_expert": 64, "n_expert_active": 8, "d_expert": 1_024},
+        vocab_size=50_304,
+    ),
+    # 20 x 12.9 B active = 258 B
+    "mixtral-8x7b": Preset(
+        ModelShape(32, 32, 4096, 32_768),
+        lr=3e-4,
+        global_batch_size=128,
+        micro_batch_size=1,
+        steps=61_520,
+        warmup_steps=2_000,
+        architecture="mixtral",
+        published={"n_kv_head": 8, "d_expert": 14_336},
+        vocab_size=32_000,
+    ),
+    # 20 x 3.35 B active = 67 B
+    "qwen3-30b-a3b": Preset(
+        ModelShape(48, 32, 2048, 4096),
+        lr=1.6e-4,
+        global_batch_size=512,
+        micro_batch_size=1,
+        steps=31_950,
+        warmup_steps=358,
+        architecture="qwen3_moe",
+        published={"n_kv_head": 4, "d_head": 128, "n_expert": 128, "n_expert_active": 8, "d_expert": 768},
+        vocab_size=151_936,
     ),
     # 20 x 8,191 M = 164 B
     "qwen3-8b": Preset(

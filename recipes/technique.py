@@ -234,9 +234,11 @@ class Technique:
     #: For the plan of memory: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
     optimizer_tensors: float = 0
     #: For the plan: names of the parameters that its optimizer separates from the others of their group if ZeRO divides them.
-    own_group: frozenset[str] = frozenset()
+    separated_parameters: frozenset[str] = frozenset()
     #: For the plan of memory: segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
     checkpointed_segments: int = 0
+    #: Whether all ranks have the same state, which a run with another number of ranks therefore keeps.
+    state_is_common: bool = False
     #: For the MFU: the arithmetic of the matrix products; empty: that of the run.
     matmul_dtype: str = ""
 
@@ -302,11 +304,15 @@ class Technique:
         """Values for the step's line in `metrics.jsonl`; before `attach`, those that follow from the schedule alone."""
         return {}
 
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Values for the line of an evaluation, which has just ended. All ranks call this together."""
+        return {}
+
     def bytes_sent(self, base: int, steps: int) -> int:
         """Mean bytes that a rank sends per step, over a run of `steps` steps. `base`: those of DeepSpeed's own communication."""
         return base
 
-    def exchanged_bytes(self, steps: int) -> int:
+    def bytes_sent_in_blocks(self, steps: int) -> int:
         """Mean bytes per step that a rank sends within its blocks, which wait for them. They are not in `bytes_sent`."""
         return 0
 
@@ -325,7 +331,7 @@ class Technique:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned on this rank, or, if the state is common, on any."""
 
     def discard_state(self, reason: str) -> None:
         """Continue without the state in a checkpoint, which this rank cannot use for `reason`, and add a note.
@@ -342,7 +348,7 @@ class Techniques(Technique):
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(sorted(members, key=lambda member: not member.declaration.changes_tokens))
         self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
-        self.own_group = frozenset[str]().union(*(member.own_group for member in self.members))
+        self.separated_parameters = frozenset[str]().union(*(member.separated_parameters for member in self.members))
         #: The methods `token_losses` of the members that have one.
         self.added_losses = [member.token_losses for member in self.members if type(member).token_losses is not Technique.token_losses]
         # At most one member states each of these.
@@ -401,19 +407,27 @@ class Techniques(Technique):
             found = dict(**found, **member.metrics())  # no name may occur twice
         return found
 
+    def evaluation_metrics(self) -> dict[str, float]:
+        return {name: value for member in self.members for name, value in member.evaluation_metrics().items()}
+
     def bytes_sent(self, base: int, steps: int) -> int:
         for member in self.members:
             base = member.bytes_sent(base, steps)
         return base
 
-    def exchanged_bytes(self, steps: int) -> int:
-        return sum(member.exchanged_bytes(steps) for member in self.members)
+    def bytes_sent_in_blocks(self, steps: int) -> int:
+        return sum(member.bytes_sent_in_blocks(steps) for member in self.members)
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {type(member).__name__: state for member in self.members if (state := member.state_dict())}
+
+    def load_common_state(self, state: dict[str, Any]) -> None:
+        """Load the part of a state of another rank that all ranks have in common."""
+        common = {type(member).__name__ for member in self.members if member.state_is_common}
+        self.load_state_dict({name: of_member for name, of_member in state.items() if name in common})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for member in self.members:
@@ -422,7 +436,7 @@ class Techniques(Technique):
 
     def discard_state(self, reason: str) -> None:
         for member in self.members:
-            if type(member).state_dict is not Technique.state_dict:
+            if type(member).state_dict is not Technique.state_dict and not member.state_is_common:
                 member.discard_state(reason)
 
 

@@ -23,6 +23,8 @@ from launch.config.run_config import RunConfig, needs_cuda, resolve
 from launch.config.step_time import hardware_of
 from launch.errors import run_command
 from launch.formats.checkpoint_files import complete_checkpoints, file_entry, read_state, state_text
+from model.gpt import GPT
+from model.hf import hf_config, to_hf_state_dict
 from model.presets import FIELDS, GPTConfig, ModelShape, shape_of
 from model.sampling import NextLogits, Sampling, stream
 from recipes.registry import read_recipe, recipe_names
@@ -36,6 +38,18 @@ def config_of(architecture: str, sizes: dict[str, Any], **more: Any) -> GPTConfi
     given = {name: value for name, value in sizes.items() if name in FIELDS}
     plain = ModelShape(**{name: value for name, value in sizes.items() if name not in FIELDS})
     return GPTConfig(**asdict(shape_of(plain, architecture, given)), **more)
+
+
+def in_transformers(model: GPT, **options: Any) -> Any:
+    """The model of transformers that is `model`. options: of its `from_pretrained`."""
+    import transformers
+
+    own = hf_config(model.config)
+    config = transformers.AutoConfig.for_model(**own)
+    theirs = getattr(transformers, own["architectures"][0]).from_pretrained(
+        None, config=config, state_dict=to_hf_state_dict(model.state_dict(), model.config), **options
+    )
+    return theirs.eval()
 
 
 def recipe_flags(config: Path) -> list[str]:

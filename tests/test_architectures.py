@@ -16,9 +16,9 @@ from launch.formats.hf_folder import open_hf_folder
 from launch.formats.metrics import model_of_run
 from model.accounting import block_flops_per_token, flops_per_token, parameter_count
 from model.gpt import GPT
-from model.hf import hf_config, hf_form, to_hf_state_dict
+from model.hf import hf_form
 from model.presets import ARCHITECTURES, FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, shape_of, shared_heads
-from tests.helpers import config_of, explained, refusal
+from tests.helpers import config_of, explained, in_transformers, refusal
 
 RUN = ("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", "no/corpus")
 TINY = {"n_layer": 2, "n_head": 4, "d_model": 32, "seq_len": 16}
@@ -32,7 +32,7 @@ def test_every_preset_exists_in_every_architecture():
             assert hf_form(shape) == architecture
             assert shape.n_head // shape.n_kv_head <= 4
             short = replace(shape, seq_len=1024)  # learned positions of 131,072 tokens are a tenth of llama3.1-8b
-            counts[architecture] = parameter_count(GPTConfig(**vars(short), vocab_size=256))
+            counts[architecture] = parameter_count(GPTConfig(**vars(short), vocab_size=256), active=True)
         assert max(counts.values()) < 1.2 * min(counts.values()), "the same size, but for the positions, the head and the shared keys"
 
 
@@ -109,15 +109,11 @@ def test_no_buffer_is_rounded_with_the_weights():
 # --- folders of transformers
 
 
-@pytest.fixture(params=["llama", "qwen3"])
+@pytest.fixture(params=["llama", "qwen3", "mixtral", "qwen3_moe"])
 def folder(request, tmp_path) -> Path:
     """A folder as transformers writes it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = config_of(request.param, {**TINY, "rope_theta": 5e4}, vocab_size=100)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config)))
-    theirs.load_state_dict(to_hf_state_dict(GPT(config).state_dict(), config))
-    theirs.save_pretrained(tmp_path / "theirs")
+    in_transformers(GPT(config)).save_pretrained(tmp_path / "theirs")
     return tmp_path / "theirs"
 
 
@@ -144,7 +140,8 @@ def test_a_configuration_of_transformers_is_read(folder):
     edit(folder, rope_parameters="absent", rope_theta=5e4, rope_scaling=None)  # as before transformers 5
     assert open_hf_folder(folder).config == found.config
     edit(folder, rope_theta="absent", rms_norm_eps="absent")
-    assert (open_hf_folder(folder).config.rope_theta, open_hf_folder(folder).config.norm_eps) == (10_000.0, 1e-6)
+    usual = (1e6, 1e-5) if architecture == "mixtral" else (10_000.0, 1e-6)
+    assert (open_hf_folder(folder).config.rope_theta, open_hf_folder(folder).config.norm_eps) == usual
 
 
 @pytest.mark.parametrize(
@@ -154,28 +151,42 @@ def test_a_configuration_of_transformers_is_read(folder):
         ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, '"type": "linear"'),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, '"rope_type": "yarn"'),  # beside the rope_parameters of an exported folder
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", must be "silu"'),
-        ({"intermediate_size": 64}, "config.json says ["),
+        ({"intermediate_size": 48}, "config.json says ["),
         ({"num_key_value_heads": 4}, "config.json says [32, 32]"),
         ({"num_key_value_heads": 3}, "n_head must be a multiple of n_kv_head"),
         ({"hidden_size": "32"}, 'hidden_size is "32", must be a whole number'),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "only GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM can be read"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "only GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM, Mixtral"),
     ],
     ids=str,
 )
 def test_another_model_is_named(values, said, folder):
+    if "intermediate_size" in values and open_hf_folder(folder).content["model_type"] == "qwen3_moe":
+        values = {"moe_intermediate_size": values["intermediate_size"]}
     edit(folder, **values)
     assert said in faults(folder)
 
 
+QWEN = [({"use_sliding_window": True}, "use_sliding_window is true, must be false"), ({"attention_bias": True}, "attention_bias is true")]
+OF_ONE = {
+    "llama": [({"mlp_bias": True}, "mlp_bias and attention_bias differ")],
+    "qwen3": QWEN,
+    "mixtral": [({"sliding_window": 4096}, "sliding_window is 4096, must be null"), ({"router_jitter_noise": 0.1}, "must be 0.0")],
+    "qwen3_moe": [
+        *QWEN,
+        ({"norm_topk_prob": False}, "norm_topk_prob is false, must be true"),
+        ({"norm_topk_prob": "absent"}, "norm_topk_prob is false, must be true"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is [0], must be []"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, must be 1"),
+    ],
+}
+
+
 def test_what_only_one_of_them_has_is_refused(folder):
-    if open_hf_folder(folder).content["model_type"] == "llama":
-        edit(folder, mlp_bias=True)
-        assert "mlp_bias and attention_bias differ" in faults(folder)
-    else:
-        edit(folder, use_sliding_window=True)
-        assert "use_sliding_window is true, must be false" in faults(folder)
-        edit(folder, use_sliding_window=False, attention_bias=True)
-        assert "attention_bias is true, must be false" in faults(folder)
+    whole = (folder / "config.json").read_text()
+    for values, said in OF_ONE[json.loads(whole)["model_type"]]:
+        edit(folder, **values)
+        assert said in faults(folder)
+        (folder / "config.json").write_text(whole)
 
 
 def test_a_start_has_the_shape_of_the_folder(folder):

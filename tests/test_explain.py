@@ -222,6 +222,8 @@ def test_every_preset_and_shipped_json_is_explained(preset, tmp_path):
     for file in sorted((ROOT / "ds_configs").glob("*.json")):
         if file.stem == "sequence_parallel" and PRESETS[preset].shape.n_head % 2:
             continue  # two ranks cannot share 25 heads
+        if file.stem == "fp8" and PRESETS[preset].architecture in ("mixtral", "qwen3_moe"):
+            continue  # refused
         flags = ["--deepspeed_config", str(file), *recipe_flags(file), "--preset", preset, "--ranks", "8", "--explain"]
         flags += ["--data", str(tmp_path), "--steps", "2000"]
         assert as_text(explain(resolve(flags)[0])).startswith(str(file))

@@ -1,4 +1,4 @@
-"""The model is GPT-2, Llama or Qwen3, its weights depend on seed and name only, and its arithmetic is right."""
+"""The model is GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE, its weights depend on seed and name only, and its arithmetic is right."""
 
 import math
 import os
@@ -11,10 +11,10 @@ import torch
 
 from model.accounting import flops_per_token, model_tensors, parameter_count, peak_flops
 from model.gpt import GPT, MLPS, NORMS, POSITIONS, run_all_blocks, weight_decay_groups
-from model.hf import hf_config, hf_tensors, to_hf_state_dict
+from model.hf import hf_config, hf_tensors
 from model.layout import rotation_at
 from model.presets import CHOICES, PRESETS, GPTConfig, ModelShape, shape_of
-from tests.helpers import config_of
+from tests.helpers import config_of, in_transformers
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16}
@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[GPTConfig, int, int]] = {
     "llama, tied with biases": (config_of("llama", {**SMALL, "tied_head": True, "bias": True, "rope_theta": 123.0}, vocab_size=300), 3, 32),
     "llama, one key head": (config_of("llama", {**SMALL, "n_kv_head": 1, "d_ff": 88, "d_head": 32}, vocab_size=300), 3, 17),
     "qwen3": (config_of("qwen3", SMALL, vocab_size=300), 3, 32),
+    "mixtral": (config_of("mixtral", SMALL, vocab_size=300), 3, 32),
+    "qwen3_moe": (config_of("qwen3_moe", {**SMALL, "n_expert": 5, "n_expert_active": 3, "d_expert": 40}, vocab_size=300), 3, 32),
     "qwen3, untied": (config_of("qwen3", {**SMALL, "tied_head": False, "d_head": 32, "n_kv_head": 4}, vocab_size=300), 3, 32),
 }
 
@@ -62,13 +64,12 @@ def test_every_choice_has_a_component():
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_every_gradient_equal_transformers(name, attention):
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion  # of each expert by itself, as in files
 
     config, batch, length = MODELS[name]
     model = GPT(config)
     spread_weights(model)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config)), attn_implementation=attention).eval()
-    theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
+    theirs = in_transformers(model, attn_implementation=attention)
 
     tokens, targets = tokens_of(config, batch, length)
     targets[0, 1:3] = -100
@@ -80,7 +81,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(name, attention):
 
     torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours, loss, atol=1e-5, rtol=0)
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    expected = revert_weight_conversion(theirs, {name: parameter.grad for name, parameter in theirs.named_parameters()})
     zero = 1e-7 * max(float(gradient.norm()) for gradient in expected.values())  # such as those of the biases of GPT-2's keys
     parts = hf_tensors(config)
     found = {part.name: part.of(parameter.grad) for name, parameter in model.named_parameters() for part in parts[name]}
@@ -313,6 +314,7 @@ def test_presets_have_the_size_of_their_name_and_values_that_fit_together(name):
         "nano": 5.29, "micro": 13.9, "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6,
         "gpt3-1.3b": 1316, "gpt3-2.7b": 2652, "gpt3-6.7b": 6658, "gpt3-13b": 12853,
         "llama-7b": 6738, "llama3-8b": 8030, "llama3.1-8b": 8030, "qwen3-8b": 8191, "qwen3-0.6b": 596,
+        "moe-7b-a1b": 6919, "mixtral-8x7b": 46703, "qwen3-30b-a3b": 30532,
     }  # fmt: skip
     preset = PRESETS[name]
     shape = shape_of(preset.shape, preset.architecture, preset.published)

@@ -273,20 +273,6 @@ def test_make_targets_exist():
     assert named | {name for text in PAGES.values() for name in re.findall(r"`make (\w+)`", text)} <= targets
 
 
-def test_the_table_of_architectures_has_their_parameters():
-    text = PAGES["docs/configuration.md"].partition("Parameters by architecture")[2]
-    heads, _, *rows = re.search(r"\n\n(\|.*?)\n\n", text, re.S)[1].splitlines()
-    presets = re.findall(r"`([\w.-]+)`", heads)
-    assert len(presets) > 3 and len(rows) > 2
-    for row in rows:
-        name, *cells = (cell.strip(" `") for cell in row.split("|")[1:-1])
-        for preset, cell in zip(presets, cells, strict=True):
-            count = parameter_count(GPTConfig(**vars(shape_of(PRESETS[preset].shape, name, {})), vocab_size=50_257))
-            number, unit = cell.split()
-            digits = len(number.partition(".")[2])
-            assert float(number) == pytest.approx(count / {"M": 1e6, "B": 1e9}[unit], abs=0.501 * 10**-digits), (name, preset)
-
-
 def test_benchmarks_exist():
     for command in commands("python benchmarks/"):
         assert (ROOT / command.split()[1]).exists(), command

@@ -10,7 +10,7 @@ from model.cache import KVCache
 from model.gpt import GPT
 from model.presets import ARCHITECTURES, GPTConfig
 from model.sampling import Sampling, stream
-from tests.helpers import config_of, recomputed
+from tests.helpers import config_of, in_transformers, recomputed
 
 END = 7
 TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16, "vocab_size": 100}
@@ -169,14 +169,9 @@ def test_a_rounding_that_swaps_two_tokens_changes_no_draw():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_text_is_that_of_transformers(architecture):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from model.hf import hf_config, to_hf_state_dict
-
     config = config_of(architecture, {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 64}, vocab_size=100)
     model = model_of(config)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config))).eval()
-    theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
+    theirs = in_transformers(model)
     prompt = [1, 2, 3]
     ours = list(stream(KVCache(model), prompt, 50, Sampling(0.0)))
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -86,15 +86,17 @@ def pair_trials(recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], rank
     """The runs of a recipe and of its control.
 
     On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
-    suggested flags, except for an architecture, which only the recipe gets. `flags` override both. A `--set` of the recipe's
-    technique is not passed to the control, where it would switch the technique on.
+    suggested flags, except for those of the architecture: there, the control has what the recipe of its JSON suggests. `flags` override
+    both. A `--set` of the recipe's technique is not passed to the control, where it would switch the technique on.
 
     Raises:
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
         DataError: the corpus is missing or damaged.
     """
     suggested = suggested_flags(recipe, flags)
-    of_control = without(suggested, "--architecture", *(f"--{field}" for field in FIELDS))
+    of_model = {"--architecture", *(f"--{field}" for field in FIELDS)}
+    its_own = next((one.flags for one in read_recipes() if one.config == recipe.control), [])
+    of_control = [*without(its_own, *({word for word in its_own if word.startswith("--")} - of_model)), *without(suggested, *of_model)]
     seeds, techniques = list(seeds), only_in_recipe(recipe)
     shared = without(flags, "--set", values=lambda setting: setting.partition("=")[0].partition(".")[0] in techniques)
 

@@ -100,7 +100,7 @@ WITHOUT_EFFECT = {
         "every rank has the whole model",
     ),
     "seq_parallel_communication_data_type": "the gradients of all ranks are reduced alike",
-    "use_data_before_expert_parallelism": "the model has no experts",
+    "use_data_before_expert_parallelism": "every rank has all experts",
 }
 #: Keys that DeepSpeed reads from the JSON without a model (deepspeed/runtime/config.py).
 READ_BY_HAND: Rules = {

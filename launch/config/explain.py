@@ -108,7 +108,12 @@ def explain(config: RunConfig, hardware: Hardware | None = None) -> dict[str, An
             "corpus_tokens": config.corpus.train.n_tokens if config.found_corpus else None,
             "tokens_per_parameter": config.total_tokens / parameters,
         },
-        "model": {"parameters": parameters, "vocab_size": config.vocab_size, "padded_vocab_size": model.padded_vocab_size},
+        "model": {
+            "parameters": parameters,
+            "active": parameter_count(model, active=True),
+            "vocab_size": config.vocab_size,
+            "padded_vocab_size": model.padded_vocab_size,
+        },
         "flops": {
             "per_token": round(per_token),
             "per_step": flops_per_step,
@@ -159,7 +164,7 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
         steps_with[steps.work.accumulation] += steps.repeats
     sent = sum(bytes_sent_per_step(config, model, accumulation) * steps for accumulation, steps in steps_with.items())
     made = steps_with.total()
-    return techniques.bytes_sent(round(sent / made), made) + techniques.exchanged_bytes(made)
+    return techniques.bytes_sent(round(sent / made), made) + techniques.bytes_sent_in_blocks(made)
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -235,6 +240,7 @@ def as_text(explained: dict[str, Any], full: bool = False) -> str:
     """`explained` for a reader: short tables, at most about 120 columns wide. full: with DeepSpeed's defaults."""
     batch, length, model, flops = (explained[key] for key in ("batch", "length", "model", "flops"))
     plans = {heading: explained["memory_per_rank"][key] | {"sent": explained["bytes_sent_per_step"]} for key, heading in DEVICES.items()}
+    counts = f"{model['parameters']:,} parameters" + (f", {model['active']:,} active" if model["active"] < model["parameters"] else "")
     lines = [f"{explained['config_file']}" + (f" (recipes/{explained['recipe']})" if explained["recipe"] else "")]
     lines += ["", "The run", *_value_rows(explained["run"])]
     left_out = [] if full else explained["left_out"]
@@ -249,7 +255,7 @@ def as_text(explained: dict[str, Any], full: bool = False) -> str:
         f"  {batch['tokens_per_step']:,} tokens per step = {batch['global_batch_size']:,} x {batch['seq_len']:,}",
         f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:,.2f} per parameter"
         + (f", {length['total_tokens'] / length['corpus_tokens']:,.2f} epochs of the corpus" if length["corpus_tokens"] else ""),
-        f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
+        f"  {counts}, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
         "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
     lines += ["", "Memory of a rank, and what it sends", *memory_table(plans)]

@@ -1,6 +1,6 @@
 """The values of a run, each declared once, and the flags of `launch/pretrain.py`, which give them.
 
-`RecordedValues` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a
+`RunSettings` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a
 resume, between hosts, between two compared runs. To add one, declare it there and use it; a field of the model goes into `OTHER_FLAGS`
 instead, and a path also into `PATHS`. What a value means together with the DeepSpeed JSON and the preset is decided in
 `launch.config.run_config`.
@@ -175,15 +175,15 @@ def value(
     branch_swaps_only: tuple[str, ...] = (),
     **flag: Any,
 ) -> Any:
-    """Declare a field of `RecordedValues`; see `Value`."""
+    """Declare a field of `RunSettings`; see `Value`."""
     return field(metadata={"value": Value(kind, group, flag, origin, local, branch_swaps_only)})
 
 
-_positive, _natural, _size = whole_number(1), whole_number(0), whole_number(1, 100_000)
+_positive, _natural, _size, _number = whole_number(1), whole_number(0), whole_number(1, 100_000), whole_number(0, 100_000)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedValues:
+class RunSettings:
     """The values of a run that `run.json` records beside the DeepSpeed JSON; `RunConfig` has them resolved."""
 
     config_file: str = value(kind=RECORD, local=True)
@@ -299,8 +299,8 @@ class RecordedValues:
     quiet: bool = value(RUN, START, local=True, action="store_true", help="no progress bar; print only warnings and the final result")
 
 
-#: The values of `RecordedValues` by name.
-VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(RecordedValues)}
+#: The values of `RunSettings` by name.
+VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(RunSettings)}
 #: The other flags: the fields of the model, and what becomes part of another value.
 OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     TECHNIQUE: {
@@ -324,6 +324,9 @@ OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "n_kv_head": {"type": _size, "help": "heads of keys and values, a divisor of n_head (gpt2: n_head; else about n_head / 4)"},
         "d_head": {"type": _size, "help": "width of a head (d_model / n_head)"},
         "d_ff": {"type": _size, "help": "width of the MLP's hidden layer (gelu: 4 d_model; swiglu: 8/3 d_model, in multiples of 128)"},
+        "n_expert": {"type": _number, "help": "experts of each block, 0 for one MLP (architecture)"},
+        "n_expert_active": {"type": _number, "help": "experts that each token goes through (architecture)"},
+        "d_expert": {"type": _number, "help": "width of an expert's hidden layer (d_ff / n_expert_active)"},
         "positions": {"choices": CHOICES["positions"], "help": "learned position embeddings or rotary positions (architecture)"},
         "norm": {"choices": CHOICES["norm"], "help": "normalization layer (architecture)"},
         "mlp": {"choices": CHOICES["mlp"], "help": "activation of the MLP (architecture)"},

@@ -95,7 +95,7 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
         checkpoints: the number of segments of blocks that are recomputed from their inputs; `model.n_layer` for every block by itself, 0
             for no activation checkpointing.
     """
-    sizes = RankSizes(run, model, device, checkpoints)
+    sizes = PlanInputs(run, model, device, checkpoints)
     found: dict[str, dict[str, int]] = {moment: {} for moment in MOMENTS if checkpoints or moment != "recompute"}
     for part, size, during in (term for terms in TERMS for term in terms(sizes)):
         for moment, parts in found.items():
@@ -109,8 +109,8 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
 
 
 @dataclass(frozen=True)
-class RankSizes:
-    """What the terms are computed from.
+class PlanInputs:
+    """What the terms of one rank are computed from.
 
     w: bytes of the working precision. tokens: B T, those of a micro-batch that this rank has; where P ranks share each row, B T / P.
     unit: bytes of (tokens, C).
@@ -190,7 +190,7 @@ class RankSizes:
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        return parameter_sizes(self.model, self.techniques.own_group)
+        return parameter_sizes(self.model, self.techniques.separated_parameters)
 
     @cached_property
     def flat(self) -> list[int]:
@@ -228,22 +228,22 @@ class RankSizes:
         return self.run.offload("offload_optimizer") != "none"
 
 
-def parameter_sizes(model: GPTConfig, own_group: Collection[str] = ()) -> list[list[int]]:
+def parameter_sizes(model: GPTConfig, separated_parameters: Collection[str] = ()) -> list[list[int]]:
     """The sizes of all parameters in the two groups of `weight_decay_groups`: with weight decay (matrices, embeddings), and without.
 
-    Each group is in the order in which the engine flattens it, and is divided into the parameters whose names are in `own_group`, and the
-    others.
+    Each group is in the order in which the engine flattens it, and is divided into the parameters whose names are in
+    `separated_parameters`, and the others.
     """
     groups: dict[tuple[bool, bool], list[int]] = {}
     for name, shape in model_tensors(model).items():
-        groups.setdefault((len(shape) < 2, name not in own_group), []).append(math.prod(shape))
+        groups.setdefault((len(shape) < 2, name not in separated_parameters), []).append(math.prod(shape))
     return [groups[key] for key in sorted(groups)]
 
 
 # --- model states ----------------------------------------------------------------------------------------------------------------------
 
 
-def _model_states(sizes: RankSizes) -> Iterator[Term]:
+def _model_states(sizes: PlanInputs) -> Iterator[Term]:
     run, stage, w, whole = sizes.run, sizes.stage, sizes.w, sizes.sum_width * sum(sizes.flat)
     owned, accumulates = sum(sizes.owned), run.gradient_accumulation_steps > 1
     weights = w * owned * (run.ranks if stage in (1, 2) else 1)
@@ -273,7 +273,7 @@ def _model_states(sizes: RankSizes) -> Iterator[Term]:
     yield Term("optimizer_states", round(FP32 * per_parameter * owned))
 
 
-def _update(sizes: RankSizes) -> Iterator[Term]:
+def _update(sizes: PlanInputs) -> Iterator[Term]:
     w, halves = sizes.w, sizes.run.precision != "fp32"
     if sizes.offloads_optimizer:
         size = 0
@@ -294,7 +294,7 @@ def second_group(zero: dict[str, Any], ranks: int) -> int:
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
 
-def _largest_share(sizes: RankSizes) -> int:
+def _largest_share(sizes: PlanInputs) -> int:
     """Elements of all parameters that overlap a rank's partitions, for the rank with the most."""
     ranks = sizes.run.ranks
     shares = [0] * ranks
@@ -307,7 +307,7 @@ def _largest_share(sizes: RankSizes) -> int:
     return max(shares)
 
 
-def _elsewhere(sizes: RankSizes) -> Iterator[Term]:
+def _elsewhere(sizes: PlanInputs) -> Iterator[Term]:
     """What is in host memory and on NVMe: offloaded states with their buffers, checkpointed activations, the copy for a checkpoint."""
     w, zero, size = sizes.w, sizes.zero, {part: size for part, size, _ in _model_states(sizes)}
     states = size["master_weights"] + size["optimizer_states"]
@@ -343,7 +343,7 @@ def _elsewhere(sizes: RankSizes) -> Iterator[Term]:
 # --- activations -----------------------------------------------------------------------------------------------------------------------
 
 
-def _activations(sizes: RankSizes) -> Iterator[Term]:
+def _activations(sizes: PlanInputs) -> Iterator[Term]:
     """The embedding, the blocks and the last norm. A checkpointed segment of blocks keeps only its input."""
     model, block = sizes.model, _block_activations(sizes)
     mask = _document_mask(sizes)
@@ -355,7 +355,7 @@ def _activations(sizes: RankSizes) -> Iterator[Term]:
     # now; or those of attention's output and of queries, keys and values, when three tensors of the block are not needed any more. And the
     # gradients of the residual stream, and of a tied weight. The head's gradient of that weight is kept until it is added to the
     # embedding's, which is dense.
-    of_mlp = sizes.tile * (model.c_fc_width + model.d_ff + (_mlp_elements(model) if sizes.tiled else 0))
+    of_mlp = sizes.tile * (model.active_c_fc_width + model.d_ff + (_mlp_elements(model) if sizes.tiled else 0))
     of_attention = sizes.tokens * (sizes.qkv_widths[0] + sum(sizes.qkv_widths) - 3 * model.d_model)
     in_flight = sizes.unit + max(of_mlp, of_attention) * sizes.w
     if model.tied_head:
@@ -366,23 +366,25 @@ def _activations(sizes: RankSizes) -> Iterator[Term]:
     yield Term("activations", block + mask + in_flight, ("backward",))
 
 
-def _document_mask(sizes: RankSizes) -> int:
+def _document_mask(sizes: PlanInputs) -> int:
     """Bytes of the mask if attention stays within documents: B T^2, on every rank, shared by all blocks until their backward passes end."""
     return sizes.run.micro_batch_size * sizes.model.seq_len**2 * sizes.w if sizes.documents == "in a mask" else 0
 
 
-def _checkpoints_on_host(sizes: RankSizes) -> int:
+def _checkpoints_on_host(sizes: PlanInputs) -> int:
     """Bytes of the inputs of checkpointed segments that are not on the device."""
     inputs = sizes.unit * sizes.checkpoints
     return inputs - sizes.replaced.get("checkpoints", inputs)
 
 
 def _mlp_elements(model: GPTConfig) -> int:
-    """Elements that an MLP saves for a token, without its input: of GPT-2 8 C, of a swiglu 4 d_ff."""
-    return model.c_fc_width + model.d_ff * (2 if model.mlp == "swiglu" else 1)
+    """Elements that an MLP saves for a token, without its input: of GPT-2 8 C, of a swiglu 4 d_ff; of each expert also its input and
+    output."""
+    of_experts = 2 * model.n_expert_active * model.d_model
+    return model.active_c_fc_width + model.d_ff * (2 if model.mlp == "swiglu" else 1) + of_experts
 
 
-def _block_activations(sizes: RankSizes) -> int:
+def _block_activations(sizes: PlanInputs) -> int:
     """Bytes that one block saves for its backward pass, without its input. GPT-2: 16 B T C elements, and a few numbers per token.
 
     The 16 are: 1 output of the first norm, 3 queries, keys and values, 1 output of attention, 1 residual stream between the branches, 1
@@ -405,6 +407,9 @@ def _block_activations(sizes: RankSizes) -> int:
     if sizes.documents == "one by one" and "attention" not in sizes.replaced and sizes.run.ranks_per_row == 1:
         elements += q  # the output of each document, and that of all of them
     size = tokens * elements * w + sizes.replaced.get("attention", tokens * model.n_head * FP32)
+    if model.n_expert and not sizes.tiled:
+        # The router's probabilities; of each choice its share, normalized and not, and three int64: the expert, and two places in an order.
+        size += tokens * (FP32 * (model.n_expert + 1) + model.n_expert_active * (2 * FP32 + w * halves + 3 * 8))
 
     def norm(name: str, rows: int, width: int) -> int:
         """Beside input and output: fp32 statistics; on a CPU also fp32 copies of the input and, if it is not fp32, of the result."""
@@ -424,7 +429,7 @@ def _block_activations(sizes: RankSizes) -> int:
     return size
 
 
-def _loss_head(sizes: RankSizes) -> Iterator[Term]:
+def _loss_head(sizes: PlanInputs) -> Iterator[Term]:
     """Logits and softmax of a rank's tokens, `LOSS_ROWS` rows in fp32 at a time: the larger of the forward and the backward pass.
 
     The forward pass needs most at its last rows: all logits in the working precision, all log-probabilities in fp32, and an fp32 copy of
@@ -445,7 +450,7 @@ def _loss_head(sizes: RankSizes) -> Iterator[Term]:
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def _buffers(sizes: RankSizes) -> Iterator[Term]:
+def _buffers(sizes: PlanInputs) -> Iterator[Term]:
     """The reduction buckets, the gathered weights, and the copy that a reduction sends.
 
     A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients; those of the
@@ -476,7 +481,7 @@ def _buffers(sizes: RankSizes) -> Iterator[Term]:
         yield Term("buffers", w * (live + min(int(sizes.zero["stage3_prefetch_bucket_size"]), live)), ("forward", "recompute", "backward"))
 
 
-def gathered_weights(sizes: RankSizes) -> tuple[int, int]:
+def gathered_weights(sizes: PlanInputs) -> tuple[int, int]:
     """Stage 3: elements that are gathered in a forward and backward pass, and elements that are gathered at the same time; upper bounds.
 
     A weight stays gathered if it is used again within `stage3_max_reuse_distance` elements, so half of that distance stays from the forward
@@ -495,7 +500,7 @@ def gathered_weights(sizes: RankSizes) -> tuple[int, int]:
 
 
 #: The functions that yield the terms of a rank.
-TERMS: tuple[Callable[[RankSizes], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
+TERMS: tuple[Callable[[PlanInputs], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
 
 
 # --- bytes sent --------------------------------------------------------------------------------------------------------------------------
@@ -508,7 +513,7 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
     up to 8,000 of them, are not.
     """
-    sizes = RankSizes(run, model, "cuda", 0)
+    sizes = PlanInputs(run, model, "cuda", 0)
     stage, zero, w, ranks, share = sizes.stage, sizes.zero, sizes.w, run.ranks, (run.ranks - 1) / run.ranks
     whole, padded = sum(sizes.flat), ranks * sum(sizes.owned)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM

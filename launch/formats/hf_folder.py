@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a GPT-2, Llama or Qwen3: what `launch/export.py` writes, and what transformers reads and writes.
+"""A Hugging Face folder of a model that this project trains: what `launch/export.py` writes, and what transformers reads and writes.
 
     config.json                     the model's sizes
     model.safetensors               its weights, or several files with model.safetensors.index.json
@@ -36,6 +36,8 @@ SIZES = ("n_layer", "n_head", "d_model", "seq_len", "vocab_size")
 ABSENT: dict[str, dict[str, Any]] = {
     "llama": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False},
     "qwen3": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False, "d_head": 128},
+    "mixtral": {"tied_head": False, "n_kv_head": 8},
+    "qwen3_moe": {"rope_theta": 10_000.0, "tied_head": False, "n_kv_head": 4, "n_expert": 128, "n_expert_active": 8, "d_expert": 768},
 }
 #: Form -> key -> the values that `model/gpt.py` supports; an absent or null key has the first one.
 MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -47,12 +49,23 @@ MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "llama": {"hidden_act": ("silu", "swish")},
     "qwen3": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)},
+    "mixtral": {"hidden_act": ("silu", "swish"), "router_jitter_noise": (0.0,), "sliding_window": (None,)},
+    "qwen3_moe": {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
 }
+#: transformers' value of a key that is absent, where it is not the first of `MUST_BE`.
+UNSUPPORTED_IF_ABSENT = {"norm_topk_prob": False}
 #: safetensors' names of the half precisions.
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 #: Names of models without a head, whose folders hold the same weights where the head is tied.
 HEADLESS = ("GPT2Model",)
-FIX = "give a Hugging Face folder of a GPT-2, Llama or Qwen3"
+FIX = f"give a Hugging Face folder of a {', '.join(CLASSES)}"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -183,9 +196,12 @@ def _config(content: dict[str, Any]) -> GPTConfig:
     form, named = content.get("model_type"), content.get("architectures")
     if form not in list(ARCHITECTURES) or not set(named or ()) <= {CLASSES[form], *HEADLESS}:  # a list: a JSON value may be unhashable
         raise ValueError(f"is a model of {str(named or form)[:60]!r}; only {', '.join(CLASSES.values())} can be read")
+    given = UNSUPPORTED_IF_ABSENT | {key: value for key, value in content.items() if value is not None}
     for key, allowed in (MUST_BE[form] | {"quantization_config": (None,)}).items():
-        if content.get(key) is not None and content[key] not in allowed:
-            raise ValueError(f"{key} is {json.dumps(content[key])[:60]}, must be {json.dumps(allowed[0])}")
+        if key in given and given[key] not in allowed:
+            raise ValueError(f"{key} is {json.dumps(given[key])[:60]}, must be {json.dumps(allowed[0])}")
+    if form == "qwen3_moe" and "num_local_experts" in content:  # the name that transformers 5 writes
+        content = {"num_experts": content["num_local_experts"], **content}
     own = ARCHITECTURES[form] | ABSENT.get(form, {})
     own |= {ours: content[theirs] for ours, theirs in CONFIG_KEYS[form].items() if content.get(theirs) is not None}
     for ours in SIZES:

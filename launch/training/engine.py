@@ -37,7 +37,7 @@ from launch.training.run_folder import monitors
 from launch.training.run_folder.run_json import differences
 from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
-from recipes.technique import Technique
+from recipes.technique import Techniques
 
 #: The phases of a run, as messages name them.
 FORWARD, BACKWARD, UPDATE, EVALUATION, CHECKPOINT = "forward pass", "backward pass", "update", "evaluation", "checkpoint"
@@ -59,7 +59,7 @@ class TrainingEngine:
     config: RunConfig
     corrections: list[str]
     collectives: Collectives
-    techniques: Technique
+    techniques: Techniques
     loss_scale: float = 1.0
     loss_so_far: torch.Tensor | float = 0.0
     on_phase: Callable[[str], None] = lambda phase: None
@@ -188,7 +188,7 @@ class TrainingEngine:
         }
 
 
-def start_engine(config: RunConfig, techniques: Technique, collectives: Collectives) -> TrainingEngine:
+def start_engine(config: RunConfig, techniques: Techniques, collectives: Collectives) -> TrainingEngine:
     """Build the model and the engine.
 
     Raises:

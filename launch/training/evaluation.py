@@ -33,8 +33,8 @@ class Evaluation:
 
     def losses(self) -> dict[str, float]:
         """`val_loss`, the mean cross-entropy in nats per token; of a mixture also `val_loss/NAME`, that of the windows of each source that
-        has any. Their traffic is not counted."""
-        return self._means(self.windows)[0]
+        has any; and what techniques measure. Their traffic is not counted."""
+        return self._means(self.windows)[0] | self.engine.techniques.evaluation_metrics()
 
     def losses_of_whole_split(self, agree_to_stop: Callable[[], int]) -> tuple[dict[str, float], int]:
         """The losses on the whole split, and the signal that stopped the evaluation (0: none).

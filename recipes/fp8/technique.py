@@ -57,6 +57,8 @@ class Fp8(Technique):
             self.needs_cuda, self.matmul_dtype = {}, ""
         if run.precision != "bf16":
             raise ValueError(f"'fp8' is for bf16 runs, and this run is in {run.precision}; use the bf16 JSON of the same stage")
+        if run.shape.n_expert:
+            raise ValueError("'fp8' does not convert the matrices of experts, which are most of this model's arithmetic; leave it out")
         for name, sides in block_tensors(run.shape).items():
             if len(sides) == 2 and any(side % MULTIPLE for side in sides):
                 raise ValueError(

@@ -202,6 +202,8 @@ class FusedKernels(Technique):
         for block in cast("Iterable[Block]", model.h):
             if model.config.document_end is not None and model.config.seq_len > accounting.DENSE_LENGTH:
                 block.attn.attend = torch.compiler.disable(block.attn.attend)  # the lengths of documents would be constants of a graph
+            if model.config.n_expert:
+                block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]  # so would loads
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
 

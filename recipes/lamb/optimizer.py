@@ -12,13 +12,14 @@ from recipes.blocks import BLOCK, block_norm, blocks, norm_of
 
 def lamb_step(
     parameter: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
+    gradient: torch.Tensor,
+    moments: Sequence[torch.Tensor],
     group: dict[str, Any],
     biases: tuple[float, float],
     limits: tuple[float, float],
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Algorithm 2 of arXiv 1904.00962 for one tensor. Overwrites its gradient with the update.
+    """Algorithm 2 of arXiv 1904.00962 for one tensor. Overwrites `gradient` with the update.
 
     Args:
         moments: exp_avg and exp_avg_sq, before the step.
@@ -30,25 +31,25 @@ def lamb_step(
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     weight_norms, update_norms = [], []
-    assert parameter.grad is not None
-    for weights, gradient, m, v in blocks(scratch.numel(), parameter, parameter.grad, *moments):
-        m.lerp_(gradient, 1 - beta1)
-        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    for weights, g, m, v in blocks(scratch.numel(), parameter, gradient, *moments):
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         divisor = torch.sqrt(v, out=scratch[: v.numel()]).mul_(biases[1] ** -0.5).add_(group["eps"])
-        update = torch.div(m, divisor, out=gradient).mul_(1 / biases[0]).add_(weights, alpha=decay)
+        update = torch.div(m, divisor, out=g).mul_(1 / biases[0]).add_(weights, alpha=decay)
         weight_norms.append(block_norm(weights))
         update_norms.append(block_norm(update))
     weight_norm, update_norm = norm_of(weight_norms), norm_of(update_norms)
     has_ratio = (weight_norm > 0) & (update_norm > 0)
     ratio = torch.where(has_ratio, (weight_norm / update_norm).clamp(*limits), 0.0).float()
-    parameter.addcmul_(parameter.grad, torch.where(has_ratio, ratio, 1.0), value=-group["lr"])
+    parameter.addcmul_(gradient, torch.where(has_ratio, ratio, 1.0), value=-group["lr"])
     return ratio
 
 
 class Lamb(torch.optim.Optimizer):
     """AdamW's update, times the norm of the tensor divided by the norm of the update: You et al., arXiv 1904.00962, algorithm 2.
 
-    A missing gradient counts as zero. The state has the names and shapes of torch's Adam.
+    Each expert of a tensor (n_expert, out, in) has a ratio of its own. A missing gradient counts as zero. The state has the names and
+    shapes of torch's Adam.
 
     Attributes:
         trust_ratio: the mean over the tensors in the last step, with 1 for a tensor without a ratio; None before the first step.
@@ -77,10 +78,10 @@ class Lamb(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                ratios.append(self._step_of(parameter, group))
+                ratios += self._step_of(parameter, group)
         self.trust_ratio = mean_ratio(ratios)
 
-    def _step_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _step_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> list[torch.Tensor]:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
@@ -90,7 +91,10 @@ class Lamb(torch.optim.Optimizer):
         biases = tuple(1 - beta**steps for beta in group["betas"]) if self._bias_correction else (1.0, 1.0)
         if self._scratch.device != parameter.device or not self._scratch.numel():
             self._scratch = torch.empty(BLOCK.get(parameter.device.type, BLOCK["cuda"]), device=parameter.device)
-        return lamb_step(parameter, (state["exp_avg"], state["exp_avg_sq"]), group, biases, self._limits, self._scratch)
+        assert parameter.grad is not None
+        tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        each = zip(*(tensor.unbind() for tensor in tensors), strict=True) if parameter.dim() == 3 else [tensors]
+        return [lamb_step(weights, gradient, moments, group, biases, self._limits, self._scratch) for weights, gradient, *moments in each]
 
 
 def mean_ratio(ratios: list[torch.Tensor]) -> torch.Tensor:

@@ -26,16 +26,19 @@ RATE_SCALES = {
 
 
 def orthogonalized(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """`matrix` (rows, columns) with singular values near 1 (0.7 to 1.2 after five steps), in fp32, by Newton-Schulz steps in `dtype`."""
-    a, b, c = COEFFICIENTS
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    """`matrix` (rows, columns) with singular values near 1 (0.7 to 1.2 after five steps), in fp32, by Newton-Schulz steps in `dtype`.
+
+    Or several, each by itself: (matrices, rows, columns).
+    """
+    (a, b, c), add_product = COEFFICIENTS, torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     # The usual epsilon, added to the norm, would distort the small gradients of queries and keys.
-    x = (wide / torch.linalg.vector_norm(wide).clamp_min(LEAST_NORM)).to(dtype)
+    x = (wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(LEAST_NORM)).to(dtype)
     for _ in range(steps):
         gram = x @ x.mT  # (rows, rows), the shorter side
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.to(matrix.dtype)
-    return x if matrix.shape[0] <= matrix.shape[1] else x.mT
+    return x if matrix.shape[-2] <= matrix.shape[-1] else x.mT
 
 
 class Matrix(NamedTuple):
@@ -63,6 +66,7 @@ class Muon(torch.optim.Optimizer):
         nesterov: whether the update averages the gradient into the momentum once more.
         ns_steps, ns_dtype: of the Newton-Schulz iteration.
         rate_scale: a key of `RATE_SCALES`.
+        in_batches: whether whole matrices of one shape that lie side by side, such as those of experts, are orthogonalized together.
 
     Attributes:
         matrices: tensor that Muon updates -> its matrices, in the same order on all ranks; AdamW updates the other tensors. Must be set
@@ -88,10 +92,12 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
         rate_scale: str = "match_rms_adamw",
+        in_batches: bool = False,
     ):
         super().__init__(param_groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self._adam_rate, self._momentum, self._nesterov = adam_rate, momentum, nesterov
         self._ns_steps, self._ns_dtype, self._scale = ns_steps, ns_dtype, RATE_SCALES[rate_scale]
+        self._in_batches = in_batches
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -127,26 +133,28 @@ class Muon(torch.optim.Optimizer):
             held(matrix, weights).sub_(change, alpha=group["lr"] * self._scale(matrix.rows, matrix.columns))
 
         matrices = self.matrices[parameter]
-        for matrix in matrices:
-            if matrix.owner is None and matrix.lengths[self.rank]:
-                move(matrix, self._orthogonalized(direction(matrix), matrix))
+        whole = [matrix for matrix in matrices if matrix.owner is None and matrix.lengths[self.rank]]
+        for matrix in _joined(whole, self.rank) if self._in_batches else whole:
+            move(matrix, self._orthogonalized(direction(matrix), matrix))
         for some in _rounds([matrix for matrix in matrices if matrix.owner is not None]):
             # Each rank sends its parts to the owners, which orthogonalize one matrix each, and send the parts back.
             sent = torch.cat([direction(matrix) for matrix in some.values()])
             mine = some.get(self.rank)
-            whole = sent.new_empty(mine.rows * mine.columns if mine else 0)
+            owned = sent.new_empty(mine.rows * mine.columns if mine else 0)
             sizes = [some[rank].lengths[self.rank] if rank in some else 0 for rank in range(self.collectives.world_size)]
             own_sizes = list(mine.lengths) if mine else [0] * self.collectives.world_size
-            self.collectives.all_to_all(whole, sent, own_sizes, sizes)
+            self.collectives.all_to_all(owned, sent, own_sizes, sizes)
             if mine:
-                whole = self._orthogonalized(whole, mine)
-            self.collectives.all_to_all(sent, whole, sizes, own_sizes)
+                owned = self._orthogonalized(owned, mine)
+            self.collectives.all_to_all(sent, owned, sizes, own_sizes)
             for matrix, change in zip(some.values(), sent.split([matrix.lengths[self.rank] for matrix in some.values()]), strict=True):
                 move(matrix, change)
-            del sent, whole, change  # or this round's buffers would stay until the next round has made its own
+            del sent, owned, change  # or this round's buffers would stay until the next round has made its own
 
     def _orthogonalized(self, flat: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return orthogonalized(flat.view(matrix.rows, matrix.columns), self._ns_steps, self._ns_dtype).reshape(-1)
+        sides = matrix.rows, matrix.columns
+        matrices = flat.view(sides if flat.numel() == math.prod(sides) else (-1, *sides))
+        return orthogonalized(matrices, self._ns_steps, self._ns_dtype).reshape(-1)
 
     def _adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
@@ -156,6 +164,27 @@ class Muon(torch.optim.Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
             state["step"] = state["step"].to(parameter.device)  # `load_state_dict` may leave it on the CPU, but fused needs it here
         fused_adamw(parameters, states, [state["step"] for state in states], group, group["lr"] * self._adam_rate)
+
+
+def _joined(matrices: list[Matrix], rank: int) -> Iterator[Matrix]:
+    """Yields whole matrices; several of one shape that lie side by side as one, with no more elements than the largest matrix."""
+    most, last = max((matrix.lengths[rank] for matrix in matrices), default=0), None
+    for matrix in matrices:
+        if last is None:
+            last = matrix
+            continue
+        length = last.lengths[rank] + matrix.lengths[rank]
+        if (
+            length <= most
+            and last.start + last.lengths[rank] == matrix.start
+            and (last.rows, last.columns) == (matrix.rows, matrix.columns)
+        ):
+            last = last._replace(lengths=tuple(map(sum, zip(last.lengths, matrix.lengths, strict=True))))
+        else:
+            yield last
+            last = matrix
+    if last is not None:
+        yield last
 
 
 def _rounds(matrices: list[Matrix]) -> Iterator[dict[int, Matrix]]:

@@ -7,6 +7,7 @@ Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class MuonTechnique(Technique):
     With the default here, the rate of an n x m matrix is 0.2 sqrt(max(n, m)) / sqrt(max(1, n / m)) times as high.
 
     The fused matrix of queries, keys and values is orthogonalized as three matrices, and that of swiglu's gate and up as two: each is a
-    separate linear map, and Jordan et al. found three better than one.
+    separate linear map, and Jordan et al. found three better than one. So is each expert's; routers are trained by AdamW.
     """
 
     declaration = Declaration(
@@ -55,7 +56,7 @@ class MuonTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.params = section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
-        self.own_group = frozenset(self._parts)
+        self.separated_parameters, self._has_experts = frozenset(self._parts), run.shape.n_expert > 0
         # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
         hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
         self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)
@@ -86,7 +87,8 @@ class MuonTechnique(Technique):
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.params["ns_dtype"]]
         names = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "rate_scale")
         adam_rate = self.params["adam_lr"] / self.params["lr"]
-        self._optimizer = Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
+        options = {name: self.params[name] for name in names}
+        self._optimizer = Muon(param_groups, **options, adam_rate=adam_rate, ns_dtype=dtype, in_batches=self._has_experts)
         return self._optimizer
 
     def bytes_sent(self, base: int, steps: int) -> int:
@@ -117,9 +119,9 @@ class MuonTechnique(Technique):
 def hidden_parts(config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
     """(rows, columns) of the matrices of each hidden parameter, by its name."""
     return {
-        name: [(rows, shape[1]) for rows in parts_of(name, shape[0], config)]
+        name: [(rows, shape[-1]) for rows in parts_of(name, shape[-2], config)] * math.prod(shape[:-2])  # of each expert
         for name, shape in model_tensors(config).items()
-        if name.startswith("h.") and len(shape) == 2
+        if name.startswith("h.") and len(shape) >= 2 and not name.endswith("router.weight")
     }
 
 

@@ -52,7 +52,8 @@ class CompressedLamb(FreezingOptimizer):
         for group, parameter, momentum in self._momenta():
             state = self.state[parameter]
             moments = (momentum, state["exp_avg_sq"])
-            ratio = lamb_step(parameter, moments, group, self._biases(group), self._limits, self.reduction.scratch)
+            assert parameter.grad is not None
+            ratio = lamb_step(parameter, parameter.grad, moments, group, self._biases(group), self._limits, self.reduction.scratch)
             mean = torch.where(state["trust_ratio"] > 0, state["trust_ratio"].lerp(ratio, 1 - self._coeff_beta), ratio)
             state["trust_ratio"].copy_(torch.where(ratio > 0, mean, state["trust_ratio"]))  # a step without a ratio does not count
             ratios.append(ratio)

@@ -45,7 +45,7 @@ SIZES = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 32}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": SIZES,
     "wide": {"n_layer": 2, "n_head": 2, "d_model": 384, "seq_len": 64},
-    **{name: {"architecture": name, **SIZES} for name in ("llama", "qwen3")},
+    **{name: {"architecture": name, **SIZES} for name in ("llama", "qwen3", "qwen3_moe")},
 }
 SMALL = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
 #: fp32: above what the order of sums does (1e-6), below the smallest fault that was found (3.7e-5, a norm summed in fp32).
@@ -77,6 +77,7 @@ class Technique(NamedTuple):
         lr: the peak of the learning rate.
         half: how far bf16 and fp16 may lead from fp32.
         job: of `tests.distributed.jobs`, and its arguments.
+        shape: fields of the model that it needs.
     """
 
     flags: list[str]
@@ -88,6 +89,7 @@ class Technique(NamedTuple):
     lr: float = LR
     half: float = 3e-3
     job: dict[str, Any] = {"job": "pretrain"}
+    shape: dict[str, Any] = {}
 
     @property
     def compresses(self) -> bool:
@@ -129,6 +131,25 @@ def with_z_loss(model: GPT, windows: torch.Tensor, document_end: int) -> torch.T
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) + added - added.detach()
 
 
+def with_balance(model: GPT, windows: torch.Tensor, document_end: int) -> torch.Tensor:
+    """The cross-entropy of windows (B, T + 1), the whole batch of a step, with the gradients of the balance loss added.
+
+    The frequencies are those of the last call with this model.
+    """
+    logits: list[torch.Tensor] = []
+    hooks = [block.mlp.router.register_forward_hook(lambda router, x, y: logits.append(y)) for block in model.h]
+    loss = model(windows[:, :-1], windows[:, 1:])
+    for hook in hooks:
+        hook.remove()
+    probabilities = torch.stack(logits).softmax(-1)  # (n_layer, B T, n_expert)
+    active, experts = model.config.n_expert_active, model.config.n_expert
+    chosen = F.one_hot(probabilities.topk(active).indices, experts).sum(2).float().mean(1) / active  # (n_layer, n_expert)
+    before = getattr(model, "chosen_before", torch.full_like(chosen, 1 / experts))
+    model.chosen_before = chosen
+    added = BALANCE * experts * (before * probabilities.mean(1)).sum()
+    return loss + added - added.detach()
+
+
 def without_block_1(accumulation: int) -> Callable[[int, int], BlockRunner]:
     return lambda step, micro_step: run_all_but(1) if drops_block_1(step, micro_step, accumulation) else run_all_blocks
 
@@ -139,6 +160,8 @@ def kept(update: int) -> dict[str, float]:
     return {"theta": theta, "kept_blocks": sum(number < p for number, p in keeps)}
 
 
+#: More than usual, so that it shows in 30 steps.
+BALANCE = 0.1
 CHECKPOINTED = section("activation_checkpointing.number_checkpoints", 2)
 #: Of one rank's micro-batch in the tests, two tiles and a shorter one, or many.
 TILED = section("sequence_tiling", {"tile": 50})
@@ -218,6 +241,9 @@ TECHNIQUES = {
         section("optimizer.params.max_coeff", 0.3) + section("optimizer.params.min_coeff", 0.1), "lamb", limits=(0.1, 0.3)
     ),
     "lamb, uncorrected": LAMB.also(UNCORRECTED, "lamb", corrects=False),
+    "mixture_of_experts": Technique(
+        section("expert_balance", {"coefficient": BALANCE}), {"loss_of": with_balance}, shape={"architecture": "qwen3_moe"}
+    ),
     "muon": MUON,
     "muon, original": MUON.also(
         section("optimizer.params.rate_scale", "original") + section("optimizer.params.adam_lr", MUON_LR / 4),
@@ -261,7 +287,9 @@ def expected(
     if technique.job.get("technique") == "DroppedBlock":
         more |= {"accumulation": accumulation, "runner_of": without_block_1(accumulation)}
     adam = functools.partial(technique.optimizer, **own)
-    return reference_steps(corpus, SHAPES[model], STEPS, BATCH, technique.lr, WARMUP, SEED, clip=clip, skips=skips, adam=adam, **more)
+    return reference_steps(
+        corpus, SHAPES[model] | technique.shape, STEPS, BATCH, technique.lr, WARMUP, SEED, clip=clip, skips=skips, adam=adam, **more
+    )
 
 
 def flags(corpus, tmp_path, shape: dict, form: str, ranks: int, accumulation: int, precision: str = "fp32") -> list[str]:
@@ -289,7 +317,8 @@ def technique_flags(
     name: str, corpus, tmp_path, form: str = "stage 0", ranks: int = 2, accumulation: int = 1, precision: str = "fp32", model: str = "gpt2"
 ) -> list[str]:
     """A run with a technique."""
-    return flags(corpus, tmp_path, SHAPES[model], form, ranks, accumulation, precision) + TECHNIQUES[name].flags
+    technique = TECHNIQUES[name]
+    return flags(corpus, tmp_path, SHAPES[model] | technique.shape, form, ranks, accumulation, precision) + technique.flags
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:

@@ -36,6 +36,8 @@ PUBLISHED = {
     ),
     "Qwen3-0.6B": ("qwen3", {"n_layer": 2, "n_head": 16, "n_kv_head": 8, "d_head": 128, "d_model": 1024, "d_ff": 3072, "seq_len": 64}),
     "small, with a head of its own": ("llama", {**SIZES, "seq_len": 64, "rope_theta": 5e5}),
+    "experts": ("qwen3_moe", {**SIZES, "seq_len": 64, "n_expert": 4}),
+    "experts of mixtral": ("mixtral", {**SIZES, "seq_len": 64}),
 }
 SMALL = "small, with a head of its own"
 
@@ -82,7 +84,7 @@ def test_there_and_back_in_another_precision(dtype, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for architecture in ("llama", "qwen3"):
+    for architecture in ("llama", "qwen3", "mixtral", "qwen3_moe"):
         config = config_of(architecture, SIZES, vocab_size=200)
         torch.manual_seed(2)
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config)))

@@ -31,7 +31,7 @@ def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("architecture", "dropout", "size", "end"),
     [
-        *((name, 0.0, size, None) for name in ("gpt2", "llama", "qwen3") for size in (1, 2, 4)),
+        *((name, 0.0, size, None) for name in ("gpt2", "llama", "qwen3", "qwen3_moe") for size in (1, 2, 4)),
         *(("gpt2", 0.1, 1, None), ("gpt2", 0.1, 2, None), ("gpt2", 0.0, 1, 1), ("llama", 0.0, 1, 1), ("llama", 0.0, 2, 1)),
     ],
 )
@@ -70,6 +70,15 @@ def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
     """Model states of one rank by the paper (arXiv 1910.02054, section 3.1), in fp32 with the master weights of stages 1 to 3."""
     weights, gradients, optimizer = (2, 2, 12) if precision != "fp32" else (4, 4, 8 if stage == 0 else 12)
     return weights / (ranks if stage >= 3 else 1) + gradients / (ranks if stage >= 2 else 1) + optimizer / (ranks if stage >= 1 else 1)
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
+def test_experts_are_planned(two_ranks, corpus, tmp_path, stage):
+    run = flags(corpus, tmp_path, f"zero{stage}_bf16", *SHAPE, "--architecture", "qwen3_moe", "--set", "expert_balance.enabled=true")
+    ranks = two_ranks.run(JOB, flags=[*run, "--micro_batch_size", "1", "--global_batch_size", "4", "--run_name", "r"])
+    assert largest(ranks) == pytest.approx(ranks[0]["planned"], rel=STATES_WITHIN, abs=4096)
+    for rank in ranks:
+        assert rank["sent"][0] == rank["sent"][1]
 
 
 @pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.long)])

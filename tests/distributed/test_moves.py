@@ -27,6 +27,13 @@ SHAPE = ["--n_layer", "2", "--n_head", "5", "--d_model", "35", "--seq_len", "32"
 MODELS = {
     "gpt2": ([], 28),
     "qwen3": (["--architecture", "qwen3", "--n_kv_head", "1", "--d_head", "6", "--d_ff", "50", "--tied_head", "false"], 19),
+    "qwen3_moe": (
+        [
+            *("--architecture", "qwen3_moe", "--n_kv_head", "1", "--d_head", "6", "--d_expert", "25", "--n_expert", "3"),
+            *section("expert_balance", {"coefficient": 0.1}),
+        ],
+        21,
+    ),
 }
 SAVED, STEPS = 3, 23
 CPU = 'zero_optimization.offload_optimizer={"device": "cpu"}'
@@ -135,6 +142,7 @@ MOVES = [
 QUICK_MOVES = [
     ("gpt2", [], *QUICK[2], []),
     ("qwen3", [], *QUICK[0], []),
+    ("qwen3_moe", [], *QUICK[1], []),
     ("gpt2", MUON, *MUON_MOVES[0], []),
     MOVES[-1],
 ]
@@ -151,7 +159,10 @@ def test_a_moved_run_goes_on_as_the_unmoved_one(model, optimizer, before, after,
     assert found["content"] == expected["content"]
     assert any(key.endswith(" momentum") for key in found["content"]) if optimizer else len(found["content"]) == 3 * tensors
     assert (found["steps"], found["counters"]) == (expected["steps"], expected["counters"]) and found["steps"] == [SAVED]
-    assert losses(runs.resume(after, folder, *more, *own)) == pytest.approx(losses(runs.unmoved(before, *more)[1]), abs=1e-5)
+    moved, unmoved = runs.resume(after, folder, *more, *own), runs.unmoved(before, *more)[1]
+    assert losses(moved) == pytest.approx(losses(unmoved), abs=1e-5)
+    balances = [[line["balance_loss"] for line in lines if "balance_loss" in line] for lines in (moved, unmoved)]
+    assert balances[0] == pytest.approx(balances[1], abs=1e-5), "of experts: it depends on the choices of the step before"
     assert content_of(checkpoint) == written
     log = (folder / "r" / "log.txt").read_text()
     assert f"resumed step-{SAVED:08d}, written by {before.ranks} rank" in log and f"at stage {after.stage} in fp32" in log

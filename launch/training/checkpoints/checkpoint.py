@@ -54,7 +54,7 @@ from launch.training.checkpoints.snapshot import Snapshots
 from launch.training.checkpoints.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
 from launch.training.ranks.distributed import Collectives, thread_group
 from launch.training.run_folder.folder import free_bytes
-from recipes.technique import Technique, ranks_in_words
+from recipes.technique import Techniques, ranks_in_words
 
 #: Suffix of the name of a checkpoint that was passed over.
 UNUSABLE = ".unusable"
@@ -111,7 +111,7 @@ class Checkpoints:
         folder: Path,
         keep: int,
         ds_engine: Any,
-        technique: Technique,
+        technique: Techniques,
         collectives: Collectives,
         on_failure: Callable[[], None],
         log: Callable[[str], None],
@@ -180,7 +180,7 @@ class Checkpoints:
             with self.technique.evaluation_weights():
                 self.ds_engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
             if of_technique := self.technique.state_dict():
-                self._snapshots.save(of_technique, str(temporary / self._technique_file()))
+                self._snapshots.save(of_technique, str(temporary / self._technique_file(self.collectives.rank)))
         self.current = final
         self._in_flight = self._thread.submit(self._write, temporary, final, state)
         if last:
@@ -320,8 +320,9 @@ class Checkpoints:
             else:
                 move.fill()
                 self._log(str(move))
-            if not other_ranks and self._technique_file() in state["files"]:
-                self.technique.load_state_dict(load_tensors(newest / self._technique_file()))
+            if (of_technique := self._technique_file(0 if other_ranks else self.collectives.rank)) in state["files"]:
+                load = self.technique.load_common_state if other_ranks else self.technique.load_state_dict
+                load(load_tensors(newest / of_technique))
         self.current = newest
         return state
 
@@ -407,8 +408,8 @@ class Checkpoints:
         if self._failed:
             raise SystemExit(1)
 
-    def _technique_file(self) -> str:
-        return f"technique-{self.collectives.rank:05d}.pt"
+    def _technique_file(self, rank: int) -> str:
+        return f"technique-{rank:05d}.pt"
 
 
 def _remove(checkpoint: Path) -> None:

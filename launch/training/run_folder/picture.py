@@ -1,15 +1,19 @@
-"""The picture of a run: `loss.png`. `python -m launch.training.run_folder.picture runs/first` draws it anew."""
+"""The pictures of a run: `loss.png`, and of one with experts `experts.png`.
+
+`python -m launch.training.run_folder.picture runs/first` draws them anew.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -22,16 +26,31 @@ SMOOTHED = 0.03
 WHOLE, SOURCES = "#d95f02", ("#1b9e77", "#7570b3", "#e7298a", "#a6761d", "#666666")
 
 
+#: The panels of `experts.png`: the metric of each layer, and its title.
+EXPERTS = (
+    ("val_expert_load_max", "tokens of the busiest expert ÷ mean"),
+    ("val_expert_load_min", "tokens of the idlest expert ÷ mean"),
+    ("val_router_entropy", "entropy of the router, nats"),
+)
+LAYERS = colormaps["viridis"]
+
+
 def draw_run(run: Path) -> None:
-    """Draw `loss.png` in the folder of a run, which may still train, in place of an earlier one."""
+    """Draw the pictures in the folder of a run, which may still train, in place of earlier ones."""
     described = read_run_json(run / "run.json")
     model = model_of_run(described)
     title = f"{run.name}\n{in_words(model)}, ZeRO {described['zero_stage']}, {described['precision']}"
     lines, resumed = read_valid_lines(run / "metrics.jsonl")[0], resumed_after(read_log(run))
-    temporary = run / f".loss.png.{os.getpid()}.tmp"  # `remove_unfinished` removes it after a kill
+    _draw(run / "loss.png", lambda file: draw_loss(lines, file, title, math.log(model.vocab_size), resumed))
+    if any(f"{EXPERTS[0][0]}/0" in line for line in lines):
+        _draw(run / "experts.png", lambda file: draw_experts(lines, file, title, model.n_expert))
+
+
+def _draw(picture: Path, draw: Callable[[Path], None]) -> None:
+    temporary = picture.with_name(f".{picture.name}.{os.getpid()}.tmp")  # `remove_unfinished` removes it after a kill
     try:
-        draw_loss(lines, temporary, title, math.log(model.vocab_size), resumed)
-        os.replace(temporary, run / "loss.png")
+        draw(temporary)
+        os.replace(temporary, picture)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -88,6 +107,31 @@ def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initia
     mixed = "\nTraining draws from the sources by their weights; validation counts them by their validation text." if sources else ""
     validation = "Validation: text that is not trained on, after the update, full model."
     figure.supxlabel(f"Training: the batch of the step, before its update{drops}. {validation}{mixed}", fontsize=8.5)
+    figure.savefig(picture, format="png")
+
+
+def draw_experts(lines: Sequence[dict[str, Any]], picture: Path, title: str, n_expert: int) -> None:
+    """Draw what the router of each layer did in the evaluations of the `lines` of `metrics.jsonl`, over tokens.
+
+    Dashed lines are where all of `n_expert` experts get the same.
+    """
+    lines = [line for line in lines if is_finite_number(line.get("tokens")) and f"{EXPERTS[0][0]}/0" in line]
+    layers = sum(key.startswith(f"{EXPERTS[0][0]}/") for key in lines[0])
+    figure = Figure(figsize=(13, 4.5), dpi=120, layout="constrained")
+    for axes, (name, what) in zip(figure.subplots(1, len(EXPERTS)), EXPERTS, strict=True):
+        for layer in range(layers):
+            seen = [(line["tokens"], line[key]) for line in lines if is_finite_number(line.get(key := f"{name}/{layer}"))]
+            color, label = LAYERS(layer / max(1, layers - 1)), f"layer {layer}" if layer in (0, layers - 1) else None
+            axes.plot(*zip(*seen, strict=True), color=color, linewidth=1.2, marker="o", markersize=2.5, label=label)
+        even = math.log(n_expert) if "entropy" in name else 1.0
+        axes.axhline(even, color="#888888", linestyle="--", linewidth=1, label="all alike")
+        axes.margins(y=0.1)
+        axes.set(xlabel="tokens", title=what)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     figure.savefig(picture, format="png")
 
 
