@@ -224,6 +224,8 @@ def test_every_preset_and_shipped_json_is_explained(preset, tmp_path):
             continue  # two ranks cannot share 25 heads
         if file.stem == "fp8" and PRESETS[preset].architecture in ("mixtral", "qwen3_moe"):
             continue  # refused
+        if file.stem == "zero_infinity" and preset == "mixtral-8x7b":
+            continue  # a rank's part of the experts is larger than the JSON's buffers
         flags = ["--deepspeed_config", str(file), *recipe_flags(file), "--preset", preset, "--ranks", "8", "--explain"]
         flags += ["--data", str(tmp_path), "--steps", "2000"]
         assert as_text(explain(resolve(flags)[0])).startswith(str(file))
