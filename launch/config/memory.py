@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # it imports this module
 FP32 = 4
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
-#: The backward pass of the first block, and then that of the embeddings, after which stage 1 reduces.
+#: Of a step, in their order. "backward" is that of the first block, "reduce" that of the embeddings, after which stage 1 reduces.
 MOMENTS = ("forward", "recompute", "backward", "reduce", "update")
 #: The moment of which `MemoryPlan.parts` has the bytes, instead of the moment with the most.
 SHOWN_IN = {"activations": "forward", "gradients": "update"}

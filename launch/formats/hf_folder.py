@@ -39,6 +39,7 @@ ABSENT: dict[str, dict[str, Any]] = {
     "mixtral": {"tied_head": False, "n_kv_head": 8},
     "qwen3_moe": {"rope_theta": 10_000.0, "tied_head": False, "n_kv_head": 4, "n_expert": 128, "n_expert_active": 8, "d_expert": 768},
 }
+_QWEN3: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)}
 #: Form -> key -> the values that `model/gpt.py` supports; an absent or null key has the first one.
 MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
@@ -48,16 +49,9 @@ MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
         "add_cross_attention": (False,),
     },
     "llama": {"hidden_act": ("silu", "swish")},
-    "qwen3": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)},
+    "qwen3": _QWEN3,
     "mixtral": {"hidden_act": ("silu", "swish"), "router_jitter_noise": (0.0,), "sliding_window": (None,)},
-    "qwen3_moe": {
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
-        "norm_topk_prob": (True,),
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
-    },
+    "qwen3_moe": _QWEN3 | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
 }
 #: transformers' value of a key that is absent, where it is not the first of `MUST_BE`.
 UNSUPPORTED_IF_ABSENT = {"norm_topk_prob": False}

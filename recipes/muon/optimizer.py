@@ -166,25 +166,21 @@ class Muon(torch.optim.Optimizer):
         fused_adamw(parameters, states, [state["step"] for state in states], group, group["lr"] * self._adam_rate)
 
 
-def _joined(matrices: list[Matrix], rank: int) -> Iterator[Matrix]:
-    """Yields whole matrices; several of one shape that lie side by side as one, with no more elements than the largest matrix."""
-    most, last = max((matrix.lengths[rank] for matrix in matrices), default=0), None
+def _joined(matrices: list[Matrix], rank: int) -> list[Matrix]:
+    """The whole matrices; several of one shape that lie side by side as one, with no more elements than the largest matrix."""
+    most, joined = max((matrix.lengths[rank] for matrix in matrices), default=0), list[Matrix]()
     for matrix in matrices:
-        if last is None:
-            last = matrix
-            continue
-        length = last.lengths[rank] + matrix.lengths[rank]
+        last = joined[-1] if joined else None
         if (
-            length <= most
-            and last.start + last.lengths[rank] == matrix.start
+            last is not None
             and (last.rows, last.columns) == (matrix.rows, matrix.columns)
+            and last.start + last.lengths[rank] == matrix.start
+            and last.lengths[rank] + matrix.lengths[rank] <= most
         ):
-            last = last._replace(lengths=tuple(map(sum, zip(last.lengths, matrix.lengths, strict=True))))
+            joined[-1] = last._replace(lengths=tuple(map(sum, zip(last.lengths, matrix.lengths, strict=True))))
         else:
-            yield last
-            last = matrix
-    if last is not None:
-        yield last
+            joined.append(matrix)
+    return joined
 
 
 def _rounds(matrices: list[Matrix]) -> Iterator[dict[int, Matrix]]:
