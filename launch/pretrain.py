@@ -37,7 +37,7 @@ from launch.training.ranks.signals import StopRequest, exit_code
 from launch.training.run_folder.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume, open_run_folder
 from launch.training.run_folder.monitors import check_monitors
 from recipes import registry
-from recipes.technique import whole_step
+from recipes.technique import step_without_techniques
 
 if TYPE_CHECKING:  # imports torch and DeepSpeed
     from data_pipeline.loader import Loader
@@ -132,7 +132,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         with observer.training(), checkpoints, Progress(config, state, folder) as progress:
             while state["tokens"] < config.total_tokens and not stop_signal:
                 step = state["step"] + 1
-                work = techniques.on_step(step, whole_step(config))
+                work = techniques.on_step(step, step_without_techniques(config))
                 tokens = state["tokens"] + work.tokens * data_ranks
                 observer.on_step(step)
                 meter.start_step()

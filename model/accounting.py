@@ -27,8 +27,12 @@ def in_words(config: GPTConfig) -> str:
 
 def parameters_in_words(config: GPTConfig) -> str:
     """ "5.3 M parameters", with experts also how many of them a token uses."""
-    active = f", {parameter_count(config, active=True) / 1e6:,.1f} M active" if config.n_expert else ""
-    return f"{parameter_count(config) / 1e6:,.1f} M parameters{active}"
+    return f"{parameter_count(config) / 1e6:,.1f} M parameters{active_in_words(config)}"
+
+
+def active_in_words(config: GPTConfig) -> str:
+    """What follows the number of parameters of a model with experts: ", 1.3 M active"."""
+    return f", {parameter_count(config, active=True) / 1e6:,.1f} M active" if config.n_expert else ""
 
 
 def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -123,7 +123,7 @@ class StepWork(NamedTuple):
         return self.sequences * self.rows_per_sequence * self.seq_len
 
 
-def whole_step(run: RunForTechniques) -> StepWork:
+def step_without_techniques(run: RunForTechniques) -> StepWork:
     """The step of a run without techniques."""
     return StepWork(run.micro_batch_size, run.gradient_accumulation_steps, run.shape.seq_len)
 
@@ -296,7 +296,7 @@ class Technique:
         from before. Where an optimizer of the 1-bit family exchanges the momentum instead, the gradients are the rank's own.
         """
 
-    def evaluation_weights(self) -> AbstractContextManager[None]:
+    def common_weights(self) -> AbstractContextManager[None]:
         """A context in which the model has weights that all ranks share: the weights that are evaluated, saved and sampled from."""
         return nullcontext()
 
@@ -395,10 +395,10 @@ class Techniques(Technique):
             member.on_gradients()
 
     @contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
+    def common_weights(self) -> Iterator[None]:
         with ExitStack() as inside:
             for member in self.members:
-                inside.enter_context(member.evaluation_weights())
+                inside.enter_context(member.common_weights())
             yield
 
     def metrics(self) -> dict[str, float]:
@@ -451,7 +451,7 @@ class Steps(NamedTuple):
     reported: dict[str, float]  # the techniques' metrics in the first step
 
 
-def steps_of_run(run: RunForTechniques, techniques: Techniques, stride: int = 1) -> Iterator[Steps]:
+def planned_steps(run: RunForTechniques, techniques: Techniques, stride: int = 1) -> Iterator[Steps]:
     """The steps of `run` by the techniques' `on_step`, from 1 until the run's tokens are consumed.
 
     The length of a run is fixed in tokens, and techniques may use fewer tokens in a step than a whole batch has.
@@ -461,7 +461,7 @@ def steps_of_run(run: RunForTechniques, techniques: Techniques, stride: int = 1)
     changing = [member for member in techniques.members if member.declaration.changes_tokens]
     number, consumed = 1, 0
     while consumed < run.total_tokens:
-        work = techniques.on_step(number, whole_step(run))
+        work = techniques.on_step(number, step_without_techniques(run))
         tokens = work.tokens * run.data_ranks
         repeats = min(stride, -(-(run.total_tokens - consumed) // tokens))
         for member in changing:

@@ -19,7 +19,7 @@ from launch.config.run_config import RunConfig, resolve
 from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes.registry import make_techniques
-from recipes.technique import steps_of_run
+from recipes.technique import planned_steps
 from tests.commands import run_script
 from tests.helpers import run_here
 
@@ -80,7 +80,7 @@ def test_explain_has_the_mean_of_the_bytes_of_steps_that_differ(corpus):
     flags = ["--recipe", "recipes/batch_size_warmup", "--global_batch_size", "32", "--micro_batch_size", "2", "--ranks", "2"]
     flags += ["--steps", "50", "--lr", "1e-3", "--data", str(corpus), "--set", "zero_optimization.stage=2"]
     config = resolve(flags)[0]
-    accumulations = [steps.work.accumulation for steps in steps_of_run(config, make_techniques(config)) for _ in range(steps.repeats)]
+    accumulations = [steps.work.accumulation for steps in planned_steps(config, make_techniques(config)) for _ in range(steps.repeats)]
     assert set(accumulations) == {2, 4, 6, 8}
     sent = [bytes_sent_per_step(config, config.model_config, accumulation) for accumulation in accumulations]
     assert explain(config)["bytes_sent_per_step"] == pytest.approx(sum(sent) / len(sent), abs=1)

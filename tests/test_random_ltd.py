@@ -11,7 +11,7 @@ from model.accounting import flops_per_token
 from model.presets import ARCHITECTURES, GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
 from recipes.registry import make_techniques
-from recipes.technique import StepWork, whole_step
+from recipes.technique import StepWork, step_without_techniques
 from tests.helpers import config_of
 
 
@@ -141,7 +141,7 @@ def test_a_model_of_two_blocks_drops_nothing_and_says_so():
     config, _ = resolve(flags(shape=("--n_layer", "2")))
     assert "random_ltd: no token is dropped" in config.notes[-1]
     (member,) = make_techniques(config).members
-    assert member.on_step(1, whole_step(config)).equivalent_blocks == 2
+    assert member.on_step(1, step_without_techniques(config)).equivalent_blocks == 2
     assert member.metrics() == {"reserved_length": 64, "kept_blocks": 2}
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow
@@ -26,8 +24,6 @@ from launch.config.flags import given
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
 from launch.trained_model.hf_export import write_tokenizer
-from model.accounting import parameter_count
-from model.presets import PRESETS, GPTConfig, shape_of
 from recipes.registry import read_recipe, read_testbed
 from tests.commands import run_script
 from tests.helpers import copy_checkout, explained
@@ -297,19 +293,3 @@ def test_every_file_and_link_it_names_exists(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], f"{link}#{anchor}"
-
-
-def test_the_table_of_presets_has_their_values():
-    heads, _, *rows = re.search(r"^\| preset \| parameters .*?\n\n", PAGES["docs/configuration.md"], re.M | re.S)[0].strip().splitlines()
-    columns = [cell.strip(" `-") for cell in heads.split("|")[3:-1]]
-    found = {}
-    for row in rows:
-        name, parameters, *cells = [cell.strip(" `") for cell in row.split("|")[1:-1]]
-        found[name] = [float(cell.replace(",", "")) for cell in cells]
-        number, unit = parameters.split()
-        preset = PRESETS[name]
-        shape = shape_of(preset.shape, preset.architecture, preset.published)
-        count = parameter_count(GPTConfig(**asdict(shape), vocab_size=preset.vocab_size))
-        assert math.isclose(float(number) * {"M": 1e6, "B": 1e9}[unit], count, rel_tol=0.02)
-    values = {name: vars(preset) | vars(preset.shape) for name, preset in PRESETS.items()}
-    assert found == {name: [values[name][column] for column in columns] for name in PRESETS}

@@ -90,6 +90,8 @@ def tree(tmp_path, monkeypatch):
     left_out = shutil.ignore_patterns("*.py", "*.png", "__pycache__", "results.json", "tuning.json")
     shutil.copytree(CHECKOUT / "recipes", copy / "recipes", ignore=left_out)
     shutil.copy(CHECKOUT / "README.md", copy)
+    (copy / "docs").mkdir()
+    shutil.copy(CHECKOUT / "docs" / "configuration.md", copy / "docs")
     for module in (registry, recipe_pages, publish, trials, tuning):
         monkeypatch.setattr(module, "ROOT", copy)
     for module in (registry, recipe_pages, tuning):

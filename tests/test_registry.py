@@ -257,14 +257,14 @@ def test_a_schedule_depends_on_the_step_alone(corpus):
 import json, sys
 from launch.config.run_config import resolve
 from recipes.registry import ROOT, make_techniques, recipe_names
-from recipes.technique import whole_step
+from recipes.technique import step_without_techniques
 
 for name in recipe_names():
     config, _ = resolve(["--recipe", str(ROOT / "recipes" / name), "--data", sys.argv[1], "--seq_len", "128"], ranks=2)
     techniques = make_techniques(config)
 
     def told(step):
-        return techniques.on_step(step, whole_step(config)), json.dumps(techniques.metrics(), sort_keys=True)
+        return techniques.on_step(step, step_without_techniques(config)), json.dumps(techniques.metrics(), sort_keys=True)
 
     steps = sorted({1, *(max(1, config.steps * quarter // 4) for quarter in (1, 2, 3, 4))})
     forwards = [told(step) for step in steps]

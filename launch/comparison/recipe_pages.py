@@ -2,9 +2,10 @@
 
 make pages                   # python -m launch.comparison.recipe_pages --write
 
-In README.md, in the index (recipes/README.md), on each recipe's page and on the page of the testbeds, the parts between the lines `BEGIN`
-and `END` are generated: one short table each. Everything else that was measured is in the results.md beside a page, which is generated as a
-whole. Verdicts are recomputed from the measures of the published runs. A test compares the pages with the output of this module.
+In README.md, docs/configuration.md, the index (recipes/README.md), on each recipe's page and on the page of the testbeds, the parts between
+the lines `BEGIN` and `END` are generated: one short table each. Everything else that was measured is in the results.md beside a page, which
+is generated as a whole. Verdicts are recomputed from the measures of the published runs. A test compares the pages with the output of this
+module.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -31,6 +32,8 @@ from launch.formats.files import read_committed
 from launch.formats.metrics import read_metrics
 from launch.training.run_folder.picture import draw_loss
 from launch.training.run_folder.run_json import commits_of
+from model.accounting import parameter_count
+from model.presets import PRESETS, GPTConfig, shape_of
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"
@@ -257,6 +260,18 @@ def _settings_and_sweep(testbed: Testbed) -> str:
     return f"[{testbed.name}]({testbed.name}/testbed.json)" + (f" ([sweep]({testbed.name}/tuning.png))" if swept else "")
 
 
+def presets_table() -> str:
+    """The sizes and training values of the presets."""
+    flags = ("n_layer", "n_head", "d_model", "seq_len", "global_batch_size", "micro_batch_size", "lr", "warmup_steps", "steps")
+    rows = []
+    for name, preset in PRESETS.items():
+        values = vars(preset) | vars(preset.shape)
+        sizes = shape_of(preset.shape, preset.architecture, preset.published)
+        count = parameter_count(GPTConfig(**asdict(sizes), vocab_size=preset.vocab_size))
+        rows.append([f"`{name}`", f"{count / 1e6:,.0f} M", *(f"{values[flag]:,}" for flag in flags)])
+    return f"""\n{Table("Presets", ["preset", "parameters", *(f"`--{flag}`" for flag in flags)], rows).markdown()}\n\n"""
+
+
 # --- writing --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +281,7 @@ def pages(cells: list[Published]) -> dict[Path, str]:
         README: {"recipes": short_table(cells)},
         INDEX: {"results": index_table(cells), "excluded pairs": excluded_pairs()},
         TESTBEDS / "README.md": {"testbeds": testbeds_part(cells)},
+        ROOT / "docs" / "configuration.md": {"presets": presets_table()},
     }
     whole = {}
     for recipe in read_recipes():

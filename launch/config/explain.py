@@ -25,7 +25,7 @@ from launch.formats.files import dotted
 from model.accounting import flops_per_token, parameter_count
 from model.presets import FIELDS, SIZES, GPTConfig
 from recipes import registry
-from recipes.technique import steps_of_run
+from recipes.technique import planned_steps
 
 #: The columns of the table over the run: percentages of its tokens.
 PERCENTS = (0, 25, 50, 75, 100)
@@ -160,7 +160,7 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """Bytes that a rank sends per step, mean over the run."""
     techniques = registry.make_techniques(config)
     steps_with = Counter[int]()  # accumulation -> steps
-    for steps in steps_of_run(config, techniques, stride=config.total_tokens):
+    for steps in planned_steps(config, techniques, stride=config.total_tokens):
         steps_with[steps.work.accumulation] += steps.repeats
     sent = sum(bytes_sent_per_step(config, model, accumulation) * steps for accumulation, steps in steps_with.items())
     made = steps_with.total()
@@ -202,7 +202,7 @@ def over_the_run_of(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str,
     before = 0
     rate = learning_rate(config)
     stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
-    for steps in steps_of_run(config, techniques, stride):
+    for steps in planned_steps(config, techniques, stride):
         flops += steps.repeats * steps.tokens * flops_per_token(model, steps.work.seq_len, steps.work.equivalent_blocks)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)

@@ -12,7 +12,7 @@ from data_pipeline.shards import Corpus
 from launch.formats.metrics import recent_loss
 from launch.trained_model.load import TrainedModel
 from launch.training.run_folder.run_json import commits_of
-from model.accounting import parameter_count
+from model.accounting import active_in_words
 from model.hf import CLASSES, hf_form, hf_tensors
 
 _HEAD = """\
@@ -52,9 +52,8 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
     form = hf_form(config)
     parameters = sum(math.prod(part.shape) for parts in hf_tensors(config).values() for part in parts)
     heads = f"{config.n_head}" if config.n_kv_head == config.n_head else f"{config.n_head} ({config.n_kv_head} of keys and values)"
-    active = f", {parameter_count(config, active=True) / 1e6:,.1f} M active" if config.n_expert else ""
     sizes = {
-        "parameters": f"{parameters:,}{active}",
+        "parameters": f"{parameters:,}{active_in_words(config)}",
         "layers, heads, width": f"{config.n_layer}, {heads}, {config.d_model}",
         "context": f"{config.seq_len:,} tokens",
         "vocabulary": f"{config.vocab_size:,}",

@@ -58,7 +58,7 @@ class Evaluation:
         engine = self.engine
         sums = torch.zeros(len(self._ends), 2, dtype=torch.float64, device=self.collectives.device)  # of each source: losses, windows
         engine.ds_engine.eval()
-        with engine.techniques.evaluation_weights():
+        with engine.techniques.common_weights():
             number = 0
             for source, of_source in zip(sums, self.windows_by_source(windows), strict=True):
                 for tokens, weight in self.loader.validation_batches(of_source, engine.config.micro_batch_size):

@@ -144,7 +144,7 @@ class ZeroOneAdam(CompressedTechnique):
         synced = self.exchanges if self._ds_engine is None else not self._optimizer.local_steps
         return {"variance_updated": int(self.updates_variance), "exchanged": int(synced and self._ranks > 1)}
 
-    def evaluation_weights(self) -> AbstractContextManager[None]:
+    def common_weights(self) -> AbstractContextManager[None]:
         return self._optimizer.synced_weights(self._copy_weights)
 
     def _copy_weights(self) -> None:

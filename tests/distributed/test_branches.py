@@ -23,7 +23,7 @@ from launch.training.checkpoints.branch import start_branch
 from launch.training.run_folder.folder import open_run_folder
 from launch.training.run_folder.provenance import describe_run
 from recipes.registry import make_techniques
-from recipes.technique import steps_of_run
+from recipes.technique import planned_steps
 from tests.distributed.launched import TINY
 from tests.run_folders import write_run
 
@@ -236,7 +236,7 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
 
     long = config(100, *settings[1:], ranks=int(options.get("long_ranks", 1)))
     checkpoint = tmp_path / "long/checkpoints/step-00000020"
-    steps = [one for one in steps_of_run(long, make_techniques(long)) if one.number <= 20]
+    steps = [one for one in planned_steps(long, make_techniques(long)) if one.number <= 20]
     lines = [
         {"step": one.number, "tokens": one.consumed, "seconds": 1.0, "lr": long.token_schedule.rate(one.consumed), **one.reported}
         for one in steps

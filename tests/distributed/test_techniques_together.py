@@ -15,7 +15,7 @@ from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length
 from recipes.registry import make_techniques, technique_classes
-from recipes.technique import steps_of_run
+from recipes.technique import planned_steps
 from tests.distributed.parity import largest_difference
 
 STEPS, BATCH, SEED = 6, 8, 7
@@ -97,7 +97,7 @@ def test_two_techniques_both_act(model, pair, one_rank, two_ranks, corpus, tmp_p
     same; what compresses up to the first step that it compresses, and nearly the same from there."""
     run = flags(corpus, tmp_path, "r", *pair) + MODELS[model]
     config, _ = resolve([*run, "--ranks", "2"])
-    plan = list(steps_of_run(config, make_techniques(config)))
+    plan = list(planned_steps(config, make_techniques(config)))
     lines = two_ranks.train(run)
     assert len(lines) == len(plan)
     for line in lines:

@@ -27,7 +27,7 @@ class WatchedWeights(Observer):
 
     def after_step(self, step: int) -> None:
         own = weights_digest(self.engine.ds_engine)
-        with self.engine.techniques.evaluation_weights():
+        with self.engine.techniques.common_weights():
             self.steps.append({"step": step, "own": own, "agreed": weights_digest(self.engine.ds_engine)})
         assert weights_digest(self.engine.ds_engine) == own, "they come back"
 

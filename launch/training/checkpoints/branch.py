@@ -25,7 +25,7 @@ from launch.formats.metrics import by_step, parse_line, read_run_json, split_lin
 from launch.training.run_folder.metrics_writer import METRICS_FILE
 from launch.training.run_folder.run_json import differences, parse_change, resume_description, starts_of
 from recipes import registry
-from recipes.technique import Declaration, Techniques, steps_of_run
+from recipes.technique import Declaration, Techniques, planned_steps
 
 
 def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
     recorded = {line["step"]: line for line in by_step(lines)}
     assert config.token_schedule is not None, "_check_decay refuses others"
     where, planned = f"--branch_from {config.branch_from}", 0
-    for steps in steps_of_run(config, techniques):
+    for steps in planned_steps(config, techniques):
         if steps.number > lines[-1]["step"]:
             break
         planned += steps.work.sequences * config.data_ranks

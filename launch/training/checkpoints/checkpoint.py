@@ -177,7 +177,7 @@ class Checkpoints:
                 _remove_leftovers(self.folder)
             self.collectives.barrier()
             self._snapshots.begin(copying=not last)
-            with self.technique.evaluation_weights():
+            with self.technique.common_weights():
                 self.ds_engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
             if of_technique := self.technique.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file(self.collectives.rank)))
