@@ -15,7 +15,9 @@ from model.presets import PRESETS, GPTConfig, ModelShape, shape_of
 from recipes.lamb.optimizer import Lamb
 from recipes.muon.optimizer import Matrix, _joined, orthogonalized
 from recipes.muon.technique import hidden_parts
+from recipes.one_bit_lamb.optimizer import CompressedLamb
 from tests.helpers import config_of, refusal
+from tests.test_one_bit_adam import OneRank
 
 SMALL = {"n_layer": 2, "n_head": 4, "d_model": 64, "seq_len": 32}
 TOKENS = torch.randint(0, 200, (3, 33), generator=torch.Generator().manual_seed(3))
@@ -200,19 +202,25 @@ def test_experts_without_balance_are_noted():
 # --- optimizers
 
 
-def test_lamb_has_a_ratio_for_each_expert():
+@pytest.mark.parametrize("cls", [Lamb, CompressedLamb])
+def test_lamb_has_a_ratio_for_each_expert(cls):
+    """1-bit LAMB in both phases, with gradients so even that freezing changes no variance."""
     generator = torch.Generator().manual_seed(5)
-    weights, gradients = torch.randn(3, 4, 5, generator=generator), torch.randn(2, 3, 4, 5, generator=generator)
+    weights, gradients = torch.randn(3, 4, 5, generator=generator), torch.randn(6, 3, 4, 5, generator=generator).tanh() + 2
     weights *= torch.tensor([0.1, 1.0, 5.0])[:, None, None]
     together, alone = torch.nn.Parameter(weights.clone()), [torch.nn.Parameter(one.clone()) for one in weights]
-    optimizers = [Lamb([{"params": one}], 0.1, (0.9, 0.95), 1e-8, 0.1) for one in ([together], alone)]
-    for gradient in gradients:
+    optimizers = [cls([{"params": one}], 0.1, (0.9, 0.95), 1e-8, 0.1) for one in ([together], alone)]
+    for step, gradient in enumerate(gradients):
         together.grad = gradient.clone()
         for one, its in zip(alone, gradient, strict=True):
             one.grad = its.clone()
         for optimizer in optimizers:
+            if cls is CompressedLamb:
+                if step == 0:
+                    optimizer.bind(OneRank())
+                optimizer.compressing = step >= 2
             optimizer.step()
-    assert torch.equal(together, torch.stack([*alone]))
+    torch.testing.assert_close(together, torch.stack([*alone]), atol=0, rtol=0)
     assert optimizers[0].trust_ratio == optimizers[1].trust_ratio
 
 

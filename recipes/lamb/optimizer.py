@@ -45,6 +45,12 @@ def lamb_step(
     return ratio
 
 
+def of_each_expert(parameter: torch.Tensor, *others: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """A parameter and tensors of its size, or of a parameter (n_expert, out, in) the parts of each expert."""
+    tensors = parameter, *(other.view_as(parameter) for other in others)
+    return list(zip(*tensors, strict=True)) if parameter.dim() == 3 else [tensors]
+
+
 class Lamb(torch.optim.Optimizer):
     """AdamW's update, times the norm of the tensor divided by the norm of the update: You et al., arXiv 1904.00962, algorithm 2.
 
@@ -92,8 +98,7 @@ class Lamb(torch.optim.Optimizer):
         if self._scratch.device != parameter.device or not self._scratch.numel():
             self._scratch = torch.empty(BLOCK.get(parameter.device.type, BLOCK["cuda"]), device=parameter.device)
         assert parameter.grad is not None
-        tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        each = zip(*(tensor.unbind() for tensor in tensors), strict=True) if parameter.dim() == 3 else [tensors]
+        each = of_each_expert(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         return [lamb_step(weights, gradient, moments, group, biases, self._limits, self._scratch) for weights, gradient, *moments in each]
 
 

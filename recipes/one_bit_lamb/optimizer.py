@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from recipes.blocks import block_norm, norm_of
-from recipes.lamb.optimizer import lamb_step, mean_ratio
+from recipes.lamb.optimizer import lamb_step, mean_ratio, of_each_expert
 from recipes.one_bit import FreezingOptimizer
 
 
@@ -21,7 +22,7 @@ class CompressedLamb(FreezingOptimizer):
     multiplied by a factor: the largest d / (sqrt(w) + eps) in the tensor. Limits bound the factor and its change per step.
 
     State of each parameter in addition to Adam's: `trust_ratio`, the mean ratio, and `factor`, both fp32 scalars; in the second phase also
-    `exp_avg_sq_fresh`, which is w after bias correction.
+    `exp_avg_sq_fresh`, which is w after bias correction. Of a tensor (n_expert, out, in) each expert has both, (n_expert,).
 
     Attributes:
         trust_ratio: the mean over the tensors of the ratio by which the last step multiplied the update; None before the first step.
@@ -45,18 +46,19 @@ class CompressedLamb(FreezingOptimizer):
         super()._take_state()
         for parameter in self._parameters:
             for name, start in (("trust_ratio", 0.0), ("factor", 1.0)):
-                self.state[parameter].setdefault(name, torch.full((), start, device=parameter.device))
+                self.state[parameter].setdefault(name, torch.full(parameter.shape[:-2], start, device=parameter.device))
 
     def _step_whole(self) -> None:
         ratios = []
         for group, parameter, momentum in self._momenta():
-            state = self.state[parameter]
-            moments = (momentum, state["exp_avg_sq"])
+            state, biases = self.state[parameter], self._biases(group)
             assert parameter.grad is not None
-            ratio = lamb_step(parameter, parameter.grad, moments, group, self._biases(group), self._limits, self.reduction.scratch)
+            each = of_each_expert(parameter, parameter.grad, momentum, state["exp_avg_sq"])
+            found = [lamb_step(p, g, moments, group, biases, self._limits, self.reduction.scratch) for p, g, *moments in each]
+            ratio = torch.stack(found).view_as(state["trust_ratio"])
             mean = torch.where(state["trust_ratio"] > 0, state["trust_ratio"].lerp(ratio, 1 - self._coeff_beta), ratio)
             state["trust_ratio"].copy_(torch.where(ratio > 0, mean, state["trust_ratio"]))  # a step without a ratio does not count
-            ratios.append(ratio)
+            ratios += found
         self.trust_ratio = mean_ratio(ratios)
 
     def _freeze(self, steps: int) -> None:
@@ -79,19 +81,30 @@ class CompressedLamb(FreezingOptimizer):
         for group, parameter, momentum in self._momenta():
             for m, variance in self._blocks(momentum, self.state[parameter]["exp_avg_sq"]):
                 m.mul_(self._divisor(variance, group))
-        ratios = [self._step_of(place, *one) for place, one in enumerate(self._momenta())]
+        ratios = []
+        for place, (group, parameter, momentum) in enumerate(self._momenta()):
+            assert parameter.grad is not None
+            state, live = self.state[parameter], self.reduction.live[place]
+            own = (state[name].view(-1) for name in ("trust_ratio", "factor"))
+            each = of_each_expert(parameter, momentum, parameter.grad, state["exp_avg_sq"], state["exp_avg_sq_fresh"])
+            ratios += [self._step_of(group, live, tensors, *scalars) for tensors, *scalars in zip(each, *own, strict=True)]
         self.trust_ratio = mean_ratio(ratios)
 
-    def _step_of(self, place: int, group: dict[str, Any], parameter: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-        """Update one tensor; its `grad` holds its last momentum. Returns the ratio by which the update was multiplied."""
-        state, (beta1, beta2), eps, decay = self.state[parameter], group["betas"], group["eps"], group["weight_decay"]
+    def _step_of(
+        self, group: dict[str, Any], live: int, tensors: Sequence[torch.Tensor], mean: torch.Tensor, last_factor: torch.Tensor
+    ) -> torch.Tensor:
+        """Update one tensor. Returns the ratio by which the update was multiplied.
+
+        Args:
+            live: its first elements that can have a gradient.
+            tensors: weights, momentum, last momentum, variance, and the variance of the reconstructed gradients.
+            mean, last_factor: its mean ratio, and the factor, which is changed.
+        """
+        (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
         bias1 = self._biases(group)[0]
         # The bias-corrected running mean moves by this share towards the new value.
         share = (1 - beta2) / self._bias(beta2, self._steps)
-        live = self.reduction.live[place]
         quotients, adam_norms, update_norms = [], [], []
-        assert parameter.grad is not None
-        tensors = (parameter, momentum, parameter.grad, state["exp_avg_sq"], state["exp_avg_sq_fresh"])
         for weights, m, last, variance, fresh in self._blocks(*tensors):
             divisor = self._divisor(variance, group)
             if live > 0:
@@ -110,10 +123,10 @@ class CompressedLamb(FreezingOptimizer):
             # Only Adam's part of the update depends on the variance; weight decay does not.
             part = (norm_of(adam_norms) / norm_of(update_norms)).nan_to_num(nan=1.0).clamp(max=1.0).float()
             factor = factor * part + 1 - part
-        last_factor = state["factor"]
         factor = factor.clamp(*self._factor_limits)
         factor = factor.minimum(last_factor * (1 + self._threshold)).maximum(last_factor * (1 - self._threshold))
         last_factor.copy_(factor)
-        ratio = torch.where(state["trust_ratio"] > 0, state["trust_ratio"], 1.0) * factor
-        parameter.addcmul_(parameter.grad, ratio, value=-group["lr"])
+        ratio = torch.where(mean > 0, mean, 1.0) * factor
+        weights, _, update, *_ = tensors
+        weights.addcmul_(update, ratio, value=-group["lr"])
         return ratio
