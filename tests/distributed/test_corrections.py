@@ -32,6 +32,7 @@ def test_the_norm_at_stage_0_is_that_of_fp64(run):
     assert "take_norms_in_fp64" in mended["applied"]
 
 
+@pytest.mark.gate
 def test_an_offloaded_adam_updates_by_the_number_of_the_step_alone(run):
     wrong = run("offloaded_updates", without="derive_bias_correction_from_step")
     assert wrong["forward"] != wrong["backward"], NO_FAULT

@@ -66,7 +66,6 @@ def forms_of(name: str) -> list[str]:
 
 #: (technique, model, form, micro-batches on each rank, ranks)
 QUICK = [
-    ("plain", "wide", "stage 3", 1, 2),
     ("plain", "llama", "stage 2", 3, 1),
     ("a loss of each token", "gpt2", "stage 3", 3, 2),
     ("batch_size_warmup", "gpt2", "stage 2", 1, 2),
@@ -80,6 +79,7 @@ QUICK = [
 ]
 AT_THE_GATE = [
     ("plain", "wide", "stage 0", 1, 1),
+    ("plain", "wide", "stage 3", 1, 2),
     ("a loss of each token, fused", "gpt2", "stage 0", 3, 2),
     ("lamb, limited", "gpt2", "stage 0", 1, 2),
     ("muon, original", "gpt2", "stage 0", 1, 1),
