@@ -3,7 +3,8 @@
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --architecture qwen3_moe
 
 Every token goes through exactly `n_expert_active` experts: none is dropped, and no expert has a capacity. The weights of all experts are
-one tensor, (n_expert, out, in), with which ZeRO does as with any other weight. To choose by another rule, change `choose`.
+one tensor, (n_expert, out, in), with which ZeRO does as with any other weight. To choose by another rule, change `choose`; transformers
+then computes something else, so do not export such a model.
 """
 
 from __future__ import annotations

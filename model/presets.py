@@ -243,8 +243,7 @@ _MODERN = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": Fa
 #: A small number of experts, which each preset may change.
 _EXPERTS = {"n_expert": 8, "n_expert_active": 2}
 #: The forms that transformers reads -> the fields that differ from the defaults of `ModelShape`. llama has the constants of Llama 3, qwen3
-#: those of Qwen3, whose models of up to 4 B parameters are tied; mixtral
-#: and qwen3_moe are both with experts.
+#: those of Qwen3, whose models of up to 4 B parameters are tied; mixtral and qwen3_moe are both with experts.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {**_MODERN, "tied_head": False, "rope_theta": 500_000.0, "norm_eps": 1e-5},

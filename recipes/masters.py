@@ -39,7 +39,7 @@ def fragments_of_rank(group: Iterable[tuple[str, int, int]], rank: int, part: in
 
 
 def master_weights(ds_engine: Any) -> Iterator[Master]:
-    """The tensors that this rank's optimizer updates, in its order.."""
+    """The tensors that this rank's optimizer updates, in its order."""
     wrapper, rank = ds_engine.optimizer, ds_engine.global_rank
     names = {id(parameter): name for name, parameter in ds_engine.module.named_parameters()}
     if ds_engine.zero_optimization_stage() == 0:

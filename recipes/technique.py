@@ -234,7 +234,7 @@ class Technique:
     #: For the plan of memory: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
     optimizer_tensors: float = 0
     #: For the plan: names of the parameters that its optimizer separates from the others of their group if ZeRO divides them.
-    separated_parameters: frozenset[str] = frozenset()
+    planned_apart: frozenset[str] = frozenset()
     #: For the plan of memory: segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
     checkpointed_segments: int = 0
     #: Whether all ranks have the same state, which a run with another number of ranks therefore keeps.
@@ -312,7 +312,7 @@ class Technique:
         """Mean bytes that a rank sends per step, over a run of `steps` steps. `base`: those of DeepSpeed's own communication."""
         return base
 
-    def bytes_sent_in_blocks(self, steps: int) -> int:
+    def bytes_per_step_in_blocks(self, steps: int) -> int:
         """Mean bytes per step that a rank sends within its blocks, which wait for them. They are not in `bytes_sent`."""
         return 0
 
@@ -348,7 +348,7 @@ class Techniques(Technique):
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(sorted(members, key=lambda member: not member.declaration.changes_tokens))
         self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
-        self.separated_parameters = frozenset[str]().union(*(member.separated_parameters for member in self.members))
+        self.planned_apart = frozenset[str]().union(*(member.planned_apart for member in self.members))
         #: The methods `token_losses` of the members that have one.
         self.added_losses = [member.token_losses for member in self.members if type(member).token_losses is not Technique.token_losses]
         # At most one member states each of these.
@@ -415,8 +415,8 @@ class Techniques(Technique):
             base = member.bytes_sent(base, steps)
         return base
 
-    def bytes_sent_in_blocks(self, steps: int) -> int:
-        return sum(member.bytes_sent_in_blocks(steps) for member in self.members)
+    def bytes_per_step_in_blocks(self, steps: int) -> int:
+        return sum(member.bytes_per_step_in_blocks(steps) for member in self.members)
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}

@@ -1,6 +1,6 @@
 """The values of a run, each declared once, and the flags of `launch/pretrain.py`, which give them.
 
-`RunSettings` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a
+`RunValues` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a
 resume, between hosts, between two compared runs. To add one, declare it there and use it; a field of the model goes into `OTHER_FLAGS`
 instead, and a path also into `PATHS`. What a value means together with the DeepSpeed JSON and the preset is decided in
 `launch.config.run_config`.
@@ -135,9 +135,10 @@ def bits_per_second(text: str) -> float:
 
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
 
-#: What a change of a value means. FIXED: it decides what the next step computes, so a resume must not change it. TRAINING: it changes the
-#: numbers of later steps; a resume may change it, and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it.
-#: RECORD: it changes no number; a resume lists the change. START: it belongs to one start of the run.
+#: What a change of a value means. FIXED: another value is another run, so a resume must not change it; `_fixed_flags` of
+#: launch/training/run_folder/run_json.py adds what the JSON fixes. TRAINING: it changes the numbers of later steps; a resume may change it,
+#: and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it. RECORD: it changes no number; a resume lists the
+#: change. START: it belongs to one start of the run.
 FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "record", "start"
 #: The groups of flags, with their titles in --help.
 TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"
@@ -175,7 +176,7 @@ def value(
     branch_swaps_only: tuple[str, ...] = (),
     **flag: Any,
 ) -> Any:
-    """Declare a field of `RunSettings`; see `Value`."""
+    """Declare a field of `RunValues`; see `Value`."""
     return field(metadata={"value": Value(kind, group, flag, origin, local, branch_swaps_only)})
 
 
@@ -183,7 +184,7 @@ _positive, _natural, _size, _number = whole_number(1), whole_number(0), whole_nu
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class RunValues:
     """The values of a run that `run.json` records beside the DeepSpeed JSON; `RunConfig` has them resolved."""
 
     config_file: str = value(kind=RECORD, local=True)
@@ -299,8 +300,8 @@ class RunSettings:
     quiet: bool = value(RUN, START, local=True, action="store_true", help="no progress bar; print only warnings and the final result")
 
 
-#: The values of `RunSettings` by name.
-VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(RunSettings)}
+#: The values of `RunValues` by name.
+VALUES: dict[str, Value] = {one.name: one.metadata["value"] for one in fields(RunValues)}
 #: The other flags: the fields of the model, and what becomes part of another value.
 OTHER_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     TECHNIQUE: {

@@ -95,7 +95,7 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
         checkpoints: the number of segments of blocks that are recomputed from their inputs; `model.n_layer` for every block by itself, 0
             for no activation checkpointing.
     """
-    sizes = PlanInputs(run, model, device, checkpoints)
+    sizes = MemorySizes(run, model, device, checkpoints)
     found: dict[str, dict[str, int]] = {moment: {} for moment in MOMENTS if checkpoints or moment != "recompute"}
     for part, size, during in (term for terms in TERMS for term in terms(sizes)):
         for moment, parts in found.items():
@@ -109,7 +109,7 @@ def memory_per_rank(run: RunConfig, model: GPTConfig, device: str, checkpoints: 
 
 
 @dataclass(frozen=True)
-class PlanInputs:
+class MemorySizes:
     """What the terms of one rank are computed from.
 
     w: bytes of the working precision. tokens: B T, those of a micro-batch that this rank has; where P ranks share each row, B T / P.
@@ -190,7 +190,7 @@ class PlanInputs:
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        return parameter_sizes(self.model, self.techniques.separated_parameters)
+        return parameter_sizes(self.model, self.techniques.planned_apart)
 
     @cached_property
     def flat(self) -> list[int]:
@@ -228,22 +228,22 @@ class PlanInputs:
         return self.run.offload("offload_optimizer") != "none"
 
 
-def parameter_sizes(model: GPTConfig, separated_parameters: Collection[str] = ()) -> list[list[int]]:
+def parameter_sizes(model: GPTConfig, planned_apart: Collection[str] = ()) -> list[list[int]]:
     """The sizes of all parameters in the two groups of `weight_decay_groups`: with weight decay (matrices, embeddings), and without.
 
     Each group is in the order in which the engine flattens it, and is divided into the parameters whose names are in
-    `separated_parameters`, and the others.
+    `planned_apart`, and the others.
     """
     groups: dict[tuple[bool, bool], list[int]] = {}
     for name, shape in model_tensors(model).items():
-        groups.setdefault((len(shape) < 2, name not in separated_parameters), []).append(math.prod(shape))
+        groups.setdefault((len(shape) < 2, name not in planned_apart), []).append(math.prod(shape))
     return [groups[key] for key in sorted(groups)]
 
 
 # --- model states ----------------------------------------------------------------------------------------------------------------------
 
 
-def _model_states(sizes: PlanInputs) -> Iterator[Term]:
+def _model_states(sizes: MemorySizes) -> Iterator[Term]:
     run, stage, w, whole = sizes.run, sizes.stage, sizes.w, sizes.sum_width * sum(sizes.flat)
     owned, accumulates = sum(sizes.owned), run.gradient_accumulation_steps > 1
     weights = w * owned * (run.ranks if stage in (1, 2) else 1)
@@ -273,7 +273,7 @@ def _model_states(sizes: PlanInputs) -> Iterator[Term]:
     yield Term("optimizer_states", round(FP32 * per_parameter * owned))
 
 
-def _update(sizes: PlanInputs) -> Iterator[Term]:
+def _update(sizes: MemorySizes) -> Iterator[Term]:
     w, halves = sizes.w, sizes.run.precision != "fp32"
     if sizes.offloads_optimizer:
         size = 0
@@ -294,7 +294,7 @@ def second_group(zero: dict[str, Any], ranks: int) -> int:
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
 
-def _largest_share(sizes: PlanInputs) -> int:
+def _largest_share(sizes: MemorySizes) -> int:
     """Elements of all parameters that overlap a rank's partitions, for the rank with the most."""
     ranks = sizes.run.ranks
     shares = [0] * ranks
@@ -307,7 +307,7 @@ def _largest_share(sizes: PlanInputs) -> int:
     return max(shares)
 
 
-def _elsewhere(sizes: PlanInputs) -> Iterator[Term]:
+def _elsewhere(sizes: MemorySizes) -> Iterator[Term]:
     """What is in host memory and on NVMe: offloaded states with their buffers, checkpointed activations, the copy for a checkpoint."""
     w, zero, size = sizes.w, sizes.zero, {part: size for part, size, _ in _model_states(sizes)}
     states = size["master_weights"] + size["optimizer_states"]
@@ -343,7 +343,7 @@ def _elsewhere(sizes: PlanInputs) -> Iterator[Term]:
 # --- activations -----------------------------------------------------------------------------------------------------------------------
 
 
-def _activations(sizes: PlanInputs) -> Iterator[Term]:
+def _activations(sizes: MemorySizes) -> Iterator[Term]:
     """The embedding, the blocks and the last norm. A checkpointed segment of blocks keeps only its input."""
     model, block = sizes.model, _block_activations(sizes)
     mask = _document_mask(sizes)
@@ -366,12 +366,12 @@ def _activations(sizes: PlanInputs) -> Iterator[Term]:
     yield Term("activations", block + mask + in_flight, ("backward",))
 
 
-def _document_mask(sizes: PlanInputs) -> int:
+def _document_mask(sizes: MemorySizes) -> int:
     """Bytes of the mask if attention stays within documents: B T^2, on every rank, shared by all blocks until their backward passes end."""
     return sizes.run.micro_batch_size * sizes.model.seq_len**2 * sizes.w if sizes.documents == "in a mask" else 0
 
 
-def _checkpoints_on_host(sizes: PlanInputs) -> int:
+def _checkpoints_on_host(sizes: MemorySizes) -> int:
     """Bytes of the inputs of checkpointed segments that are not on the device."""
     inputs = sizes.unit * sizes.checkpoints
     return inputs - sizes.replaced.get("checkpoints", inputs)
@@ -384,7 +384,7 @@ def _mlp_elements(model: GPTConfig) -> int:
     return model.active_c_fc_width + model.d_ff * (2 if model.mlp == "swiglu" else 1) + of_experts
 
 
-def _block_activations(sizes: PlanInputs) -> int:
+def _block_activations(sizes: MemorySizes) -> int:
     """Bytes that one block saves for its backward pass, without its input. GPT-2: 16 B T C elements, and a few numbers per token.
 
     The 16 are: 1 output of the first norm, 3 queries, keys and values, 1 output of attention, 1 residual stream between the branches, 1
@@ -429,7 +429,7 @@ def _block_activations(sizes: PlanInputs) -> int:
     return size
 
 
-def _loss_head(sizes: PlanInputs) -> Iterator[Term]:
+def _loss_head(sizes: MemorySizes) -> Iterator[Term]:
     """Logits and softmax of a rank's tokens, `LOSS_ROWS` rows in fp32 at a time: the larger of the forward and the backward pass.
 
     The forward pass needs most at its last rows: all logits in the working precision, all log-probabilities in fp32, and an fp32 copy of
@@ -450,7 +450,7 @@ def _loss_head(sizes: PlanInputs) -> Iterator[Term]:
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def _buffers(sizes: PlanInputs) -> Iterator[Term]:
+def _buffers(sizes: MemorySizes) -> Iterator[Term]:
     """The reduction buckets, the gathered weights, and the copy that a reduction sends.
 
     A bucket is allocated as a whole. On a CPU only the written pages count, which are at most the size of the gradients; those of the
@@ -481,7 +481,7 @@ def _buffers(sizes: PlanInputs) -> Iterator[Term]:
         yield Term("buffers", w * (live + min(int(sizes.zero["stage3_prefetch_bucket_size"]), live)), ("forward", "recompute", "backward"))
 
 
-def gathered_weights(sizes: PlanInputs) -> tuple[int, int]:
+def gathered_weights(sizes: MemorySizes) -> tuple[int, int]:
     """Stage 3: elements that are gathered in a forward and backward pass, and elements that are gathered at the same time; upper bounds.
 
     A weight stays gathered if it is used again within `stage3_max_reuse_distance` elements, so half of that distance stays from the forward
@@ -500,7 +500,7 @@ def gathered_weights(sizes: PlanInputs) -> tuple[int, int]:
 
 
 #: The functions that yield the terms of a rank.
-TERMS: tuple[Callable[[PlanInputs], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
+TERMS: tuple[Callable[[MemorySizes], Iterator[Term]], ...] = (_model_states, _buffers, _update, _loss_head, _activations, _elsewhere)
 
 
 # --- bytes sent --------------------------------------------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
     up to 8,000 of them, are not.
     """
-    sizes = PlanInputs(run, model, "cuda", 0)
+    sizes = MemorySizes(run, model, "cuda", 0)
     stage, zero, w, ranks, share = sizes.stage, sizes.zero, sizes.w, run.ranks, (run.ranks - 1) / run.ranks
     whole, padded = sum(sizes.flat), ranks * sum(sizes.owned)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM

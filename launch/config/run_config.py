@@ -21,7 +21,7 @@ from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
 from launch.config.deepspeed_json import DeepSpeedJson, check_keys, fill_defaults, section_rule, value_at
 from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU
-from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RunSettings, given_fields, parse_flags
+from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RunValues, given_fields, parse_flags
 from launch.config.optimizer import check_schedule, fill_optimizer, resolve_optimizer, resolve_schedule
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
@@ -59,7 +59,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(RunSettings, RunForTechniques):
+class RunConfig(RunValues, RunForTechniques):
     """A resolved run, as data. Batch sizes count sequences, lengths and budgets count tokens.
 
     Attributes:
@@ -156,7 +156,7 @@ class RunConfig(RunSettings, RunForTechniques):
         # The shape has what the architecture sets.
         names = [
             one.name
-            for cls in (RunSettings, RunForTechniques)
+            for cls in (RunValues, RunForTechniques)
             for one in fields(cls)
             if one.name not in ("architecture", "shape", "ds_config")
         ]

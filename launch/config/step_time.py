@@ -20,7 +20,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.config.memory import PlanInputs
+from launch.config.memory import MemorySizes
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
 from model.accounting import block_flops_per_token, device_named, flops_per_token, parameter_count, peak_flops
@@ -97,7 +97,7 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
         again += 6 * model.d_model * model.vocab_size * ("loss_head" not in terms)
     flops += round(flops * again / flops_per_token(model) / 3)
     compute = flops / steps / run.ranks / hardware.flops
-    exchanged, link = techniques.bytes_sent_in_blocks(steps), hardware.link or hardware.network
+    exchanged, link = techniques.bytes_per_step_in_blocks(steps), hardware.link or hardware.network
     around = 8 * (sent - exchanged) / hardware.network if hardware.network else 0.0
     communication = around + (8 * exchanged / link if link else 0.0)
     overlapping, during = _overlap(run, sent - exchanged)
@@ -117,7 +117,7 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
 
 def _overlap(run: RunConfig, sent: int) -> tuple[float, float]:
     """The share of the bytes sent that overlaps with arithmetic, and the share of the step's arithmetic during which it can."""
-    sizes = PlanInputs(run, run.model_config, "cuda", 0)
+    sizes = MemorySizes(run, run.model_config, "cuda", 0)
     if sizes.stage == 0 or sizes.has_bf16_optimizer or not sizes.zero["overlap_comm"] or not sent:
         return 0.0, 0.0
     if sizes.stage == 3:

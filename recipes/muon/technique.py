@@ -56,7 +56,7 @@ class MuonTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.params = section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
-        self.separated_parameters, self._has_experts = frozenset(self._parts), run.shape.n_expert > 0
+        self.planned_apart, self._has_experts = frozenset(self._parts), run.shape.n_expert > 0
         # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
         hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
         self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)

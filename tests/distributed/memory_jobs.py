@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from launch.config.explain import bytes_of
-from launch.config.memory import MemoryPlan, PlanInputs, gathered_weights, memory_per_rank
+from launch.config.memory import MemoryPlan, MemorySizes, gathered_weights, memory_per_rank
 from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
@@ -196,7 +196,7 @@ def peaks_at_stage_3(flags: list[str]) -> dict[str, tuple[int, int]]:
         mock.patch.object(PartitionedParameterCoordinator, "fetch_sub_module", counted),
     ):
         lines = pretrain(flags, [Model()])
-    rank = PlanInputs(config, config.model_config, "cpu", 0)
+    rank = MemorySizes(config, config.model_config, "cpu", 0)
     return {
         "update": (peaks[-1], plan_of(config).parts["update"]),
         "live": (max(live), gathered_weights(rank)[1]),
