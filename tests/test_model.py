@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from model.accounting import flops_per_token, model_tensors, parameter_count, peak_flops
+from model.experts import choose
 from model.gpt import GPT, MLPS, NORMS, POSITIONS, run_all_blocks, weight_decay_groups
 from model.hf import hf_config, hf_tensors
 from model.layout import rotation_at
@@ -90,6 +91,32 @@ def test_logits_loss_and_every_gradient_equal_transformers(name, attention):
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()) + zero, name
     assert not model.wte.weight.grad[config.vocab_size :].any()
     assert not model.lm_head.weight.grad[config.vocab_size :].any()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_router_chooses_as_transformers(name, monkeypatch):
+    config, batch, _ = MODELS[name]
+    model = GPT(config)
+    spread_weights(model)
+    ours, theirs = [], []
+
+    def chosen(logits, active):
+        found = choose(logits, active)
+        ours.append(found[1:])
+        return found
+
+    monkeypatch.setattr("model.experts.choose", chosen)
+    other = in_transformers(model)
+    for module in other.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda router, x, found: theirs.append(found[1:]))
+    tokens = torch.randint(0, config.vocab_size, (40 * batch, config.seq_len), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        model(tokens), other(tokens)
+    assert len(ours) == len(theirs) == config.n_layer
+    for (shares, experts), (their_shares, their_experts) in zip(ours, theirs, strict=True):
+        assert torch.equal(experts, their_experts)
+        torch.testing.assert_close(shares, their_shares, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -91,6 +91,7 @@ EVERY = [
     *AT_THE_GATE,
     *(("plain", model, form, *at) for model in SHAPES for form in FORMS for at in ((1, 1), (3, 2))),
     *((name, "gpt2", form, *at) for name in TECHNIQUES if name != "plain" for form in forms_of(name) for at in ((1, 1), (3, 2))),
+    *(("mixture_of_experts", "gpt2", form, 1, 4) for form in list(FORMS)[:4]),
     *(
         (name, model, forms_of(name)[:4][-1], *at)
         for name in TECHNIQUES
