@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder of a GPT-2, Llama or Qwen3.
+"""Write a trained model as a Hugging Face folder: a GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE.
 
     python launch/export.py runs/first --out exported/first
     python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
@@ -29,7 +29,7 @@ def build_parser() -> Parser:
     """The flags of `launch/export.py`."""
     parser = Parser(
         prog="python launch/export.py",
-        description="Export a trained model to a Hugging Face folder: a GPT-2, Llama or Qwen3.",
+        description="Export a trained model to a Hugging Face folder: a GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE.",
         epilog="Example: python launch/export.py runs/first --out exported/first",
     )
     data = "current path of a run's corpus, for the tokenizer (the path in run.json)"

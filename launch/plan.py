@@ -115,8 +115,9 @@ def main() -> int:
         print_once("\n" + "\n".join(time_table(first.ranks, first.total_tokens, hardware._asdict(), times)))
     if flags.memory:
         fitting = _fitting(flags.memory, columns)
-        more = f"; with activation checkpointing also {', '.join(names)}" if (names := fitting["fit_checkpointed"]) else ""
-        print_once(f"\nIn {flags.memory / 1e9:,.4g} GB a rank fit: {', '.join(fitting['fit']) or 'nothing'}{more}.")
+        names, switch = ", ".join(fitting["fit_checkpointed"]), "--set activation_checkpointing.enabled=true"
+        more = f" With {switch} also {names}." if names else ""
+        print_once(f"\nIn {flags.memory / 1e9:,.4g} GB a rank fit: {', '.join(fitting['fit']) or 'nothing'}.{more}")
     return 0
 
 
@@ -196,7 +197,7 @@ def _plan(run: RunConfig, device: str, hardware: Hardware | None) -> dict[str, A
 def _fitting(memory: int, columns: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """The columns that fit, and those that fit only with activation checkpointing."""
     plain = [name for name, plan in columns.items() if plan["peak"] <= memory]
-    checkpointed = [name for name, plan in columns.items() if plan["checkpointed_peak"] <= memory and name not in plain]
+    checkpointed = [name for name, plan in columns.items() if 0 < plan["checkpointed_peak"] <= memory and name not in plain]
     return {"fit": plain, "fit_checkpointed": checkpointed}
 
 

@@ -207,6 +207,8 @@ def set_up(
     state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None, "spike_window": None}
     if (config.resume or config.branch_from) and (found := checkpoints.load_newest()):
         state = {key: found.get(key) for key in state}
+        if state["tokens"] - config.total_tokens >= config.tokens_per_step:  # the last step of a curriculum may pass the end
+            raise UsageError(f"{path}: this run is at step {state['step']:,}, and --steps {config.steps:,} is less; give more steps")
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(path))
     elif config.branch_from:  # the run's folder existed, without a checkpoint

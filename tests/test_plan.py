@@ -61,6 +61,9 @@ def test_a_plan_as_json_has_a_column_for_every_stage():
     planned = json.loads(done.stdout)
     assert set(planned["columns"]) == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"} == set(planned["fit"])
     assert planned["fit_checkpointed"] == []
+    large = ("--preset", "gpt3-13b", "--ranks", "64", "--device", "cuda", "--memory", "80GB")
+    checkpointed = json.loads(plan(*large, "--json", "--set", "activation_checkpointing.enabled=true").stdout)
+    assert "ZeRO 0" not in [*checkpointed["fit"], *checkpointed["fit_checkpointed"]], "it does not fit with what it has already"
 
 
 def test_a_column_is_what_explain_says_of_the_same_run(corpus):

@@ -107,7 +107,7 @@ class Arm:
                 raise CannotRun(f"--extend adds at most {MOST_ADDED} values" if point != chosen else "the next is the same whole number")
             self.trials(point)
         except CannotRun as reason:
-            self.ends[name] = str(reason)
+            self.ends[name] = f"{in_words(point[name])} cannot be tried: {reason}" if point != chosen else str(reason)
             return None
         self._added, self.size = self._added + 1, self.size + 1
         return point

@@ -234,7 +234,7 @@ class RunValues:
         local=True,
         metavar="DIR",
         help="start from the model in a Hugging Face folder, whose config.json sets architecture and sizes: an exported run or a published "
-        "GPT-2, Llama or Qwen3",
+        "GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE",
     )
     branch_from: str | None = value(
         RUN,

@@ -210,12 +210,15 @@ class MemorySizes:
         return [-(-sum(group) // (2 * ranks)) * 2 if self.stage else sum(group) for group in self.groups]
 
     @property
+    def sub_groups(self) -> list[int]:
+        """Stage 3: the elements of each sub-group that this rank updates."""
+        limit = int(self.zero["sub_group_size"])
+        return [size for group in self.groups for size in sub_group_sizes(group, self.run.ranks, limit)]
+
+    @property
     def largest_owned(self) -> int:
         """Elements that an update at stages 1 to 3 converts at a time: those of a group, or at stage 3 of a sub-group."""
-        if self.stage < 3:
-            return max(self.owned)
-        limit = int(self.zero["sub_group_size"])
-        return max(size for group in self.groups for size in sub_group_sizes(group, self.run.ranks, limit))
+        return max(self.owned if self.stage < 3 else self.sub_groups)
 
     @property
     def offloaded(self) -> set[str]:
@@ -484,19 +487,26 @@ def _buffers(sizes: MemorySizes) -> Iterator[Term]:
 def gathered_weights(sizes: MemorySizes) -> tuple[int, int]:
     """Stage 3: elements that are gathered in a forward and backward pass, and elements that are gathered at the same time; upper bounds.
 
-    A weight stays gathered if it is used again within `stage3_max_reuse_distance` elements, so half of that distance stays from the forward
-    to the backward pass, and what is before it is gathered twice. Weights are gathered ahead until `stage3_max_live_parameters` are there;
-    the module that passes a limit is gathered whole. With the JSONs that ship, both are exact for models of less than half of the reuse
-    distance; for larger presets, the elements at the same time are at most 9% too many, and those in a pass at most 46%.
+    A weight stays gathered if fewer than `stage3_max_reuse_distance` elements are used before it is used again. So it stays from the
+    forward to the backward pass if less than half of that distance comes after it, and is else gathered twice. (It also stays if the search
+    for weights to gather ahead comes by, which is not counted here.) Weights are gathered ahead until `stage3_max_live_parameters` are
+    there; the module that passes a limit is gathered whole. With the JSONs that ship, both are exact for models of less than half of the
+    reuse distance; for larger presets, the elements at the same time are at most 9% too many, and those in a pass at most 46%.
     """
     zero, model = sizes.zero, sizes.model
-    reuse, ahead = int(zero["stage3_max_reuse_distance"]) // 2, int(zero["stage3_prefetch_bucket_size"])
-    gathered = sum(n for n in sizes.flat if n > int(zero["stage3_param_persistence_threshold"]))
-    # A tied weight is used by the embedding and by the head.
-    used = gathered + model.padded_vocab_size * model.d_model * model.tied_head
+    distance, ahead = int(zero["stage3_max_reuse_distance"]), int(zero["stage3_prefetch_bucket_size"])
+    persists = int(zero["stage3_param_persistence_threshold"])
+    gathered = sum(n for n in sizes.flat if n > persists)
+    again, after = 0, model.padded_vocab_size * model.d_model * model.tied_head
+    for name, shape in reversed(model_tensors(model).items()):
+        n = math.prod(shape)
+        if n > persists and 2 * after >= distance:
+            # A tied weight is used by the embedding and by the head.
+            again += n * (2 if model.tied_head and name == "wte.weight" else 1)
+        after += n
     largest = max(sizes.flat)
-    live = largest + max(reuse + largest, int(zero["stage3_max_live_parameters"]) if ahead else 0)
-    return gathered if used <= reuse else 2 * used - reuse, min(sum(sizes.flat), sum(sizes.flat) - gathered + live)
+    live = largest + max(distance // 2 + largest, int(zero["stage3_max_live_parameters"]) if ahead else 0)
+    return gathered + again, min(sum(sizes.flat), sum(sizes.flat) - gathered + live)
 
 
 #: The functions that yield the terms of a rank.
@@ -532,7 +542,7 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     gradients = w * padded * accumulation  # reduce-scattered in every micro-batch
     # Weights that do not persist are gathered in every micro-batch, as int8 if quantized; those that persist, after the update.
     gathered, g = gathered_weights(sizes)[0] * accumulation, 1 if zero.get("zero_quantized_weights") else w
-    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(sizes.groups)))
+    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(sizes.sub_groups)))
     if (group := second_group(zero, ranks)) == 1:
         return round(sent + share * g * gathered)
     first = padded - persistent  # once from all ranks, and then from the group that has the second copy

@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder of a GPT-2, Llama or Qwen3."""
+"""Write a trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 

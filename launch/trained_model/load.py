@@ -27,7 +27,7 @@ from launch.formats.tensor_files import is_finite
 from model.gpt import GPT
 from model.presets import GPTConfig
 
-FIX = "give a run folder, such as runs/first, or a Hugging Face folder of a GPT-2, Llama or Qwen3"
+FIX = "give a run folder, such as runs/first, or a Hugging Face folder of a GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str
     """Check a run folder or a Hugging Face folder.
 
     Args:
-        source: `runs/<name>`, or a folder of a GPT-2, Llama or Qwen3 in safetensors, as `launch/export.py` writes it.
+        source: `runs/<name>`, or a folder of such a model in safetensors, as `launch/export.py` writes it.
         checkpoint: of a run, its name (`step-00000300`) or "newest". None: the newest, which must be the end of the run.
         data: where the corpus of a run is now; None: the path in `run.json`.
 

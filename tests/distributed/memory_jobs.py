@@ -37,7 +37,7 @@ def plan_of(config: RunConfig) -> MemoryPlan:
 # --- model states ------------------------------------------------------------------------------------------------------------------------
 
 
-class _StatesInStep(Observer):
+class StatesInStep(Observer):
     """Counts the engine's tensors at the end of each backward pass of the second step, when all model states are there."""
 
     def start(self, training: TrainingEngine) -> None:
@@ -122,7 +122,7 @@ def tensors_in(holder: Any) -> Iterator[Any]:
 def model_states(flags: list[str]) -> dict[str, Any]:
     """Model states on this rank after each backward pass of the second of three steps, and bytes sent in the last; each as planned too."""
     before = sum(storage.nbytes() for storage in known_storages().values())  # of this pool's earlier jobs
-    states = _StatesInStep()
+    states = StatesInStep()
     lines = pretrain([*flags, "--steps", "3", "--eval_every", "0", "--save_every", "0"], [states])
     assert states.found, "no second step"
     config = resolve(flags)[0]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from launch.config.memory import memory_per_rank
+from launch.config.memory import MemorySizes, memory_per_rank
 from launch.config.run_config import resolve
 from model import accounting
 from model.accounting import parameter_count
 from model.gpt import GPT
 from model.layout import DocumentBounds, Layout
 from recipes.sequence_parallel.technique import exchanging
+from tests.commands import ROOT
 from tests.helpers import config_of
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
@@ -79,6 +83,40 @@ def test_experts_are_planned(two_ranks, corpus, tmp_path, stage):
     assert largest(ranks) == pytest.approx(ranks[0]["planned"], rel=STATES_WITHIN, abs=4096)
     for rank in ranks:
         assert rank["sent"][0] == rank["sent"][1]
+
+
+#: Stage 3's limits for one of 48 blocks. Within those that ship, which are larger than the block, less is sent than planned.
+OF_ONE_BLOCK = [
+    f"--set=zero_optimization.{key}={limit // 48}"
+    for key, limit in (
+        ("stage3_max_reuse_distance", 10**9),
+        ("stage3_max_live_parameters", 10**9),
+        ("stage3_prefetch_bucket_size", 50_000_000),
+    )
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "more"), [(1, 1, []), (2, 2, []), (3, 1, []), (3, 2, OF_ONE_BLOCK)], ids=["1", "2", "3", "3, scaled"]
+)
+def test_one_of_64_ranks_holds_and_sends_what_is_planned(corpus, tmp_path, stage, accumulation, more):
+    """One block of Qwen3-30B-A3B in its full width: a process of 5 GB in place of 64 GPUs."""
+    run = flags(corpus, tmp_path, f"zero{stage}_bf16", "--preset", "qwen3-30b-a3b", "--n_layer", "1", "--seq_len", "64", *more)
+    run += ["--micro_batch_size", "1", "--global_batch_size", str(64 * accumulation), "--steps", "3", "--run_name", "r"]
+    run += ["--set", "expert_balance.enabled=true"]
+    rank = 0
+    if stage < 3:  # the rank with the most gradients: its share has the end of the largest weight and the beginning of the next
+        config = resolve(run, ranks=64)[0]
+        inputs = MemorySizes(config, config.model_config, "cpu", 0)
+        decayed = inputs.groups[0]
+        rank = sum(decayed[: decayed.index(max(decayed)) + 1]) // inputs.owned[0]
+    command = [sys.executable, "-m", "tests.distributed.fake_rank", str(rank), "64", *run]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    for name, (found, planned) in json.loads(ended.stdout.splitlines()[-1]).items():
+        print(stage, name, found, planned, found / planned)
+        assert found == pytest.approx(planned, rel=0.03), name
 
 
 @pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.long)])

@@ -472,6 +472,15 @@ def test_a_finished_run_is_not_resumed_with_a_setting_that_no_step_would_use(fin
     RunFolder(finished, said | {"total_tokens": said["total_tokens"] + 1}, quiet=True).close()
 
 
+def test_a_run_is_not_resumed_to_a_step_that_it_has_passed(finished, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    before = {name: (finished / name).read_bytes() for name in ("run.json", "metrics.jsonl")}
+    done = run_script("launch/pretrain.py", "--resume", finished, "--steps", "5")
+    assert done.returncode == 2, done.stderr
+    assert f"error: {finished}: this run is at step 6, and --steps 5 is less; give more steps" in done.stderr
+    assert {name: (finished / name).read_bytes() for name in before} == before
+
+
 def description(resume: bool) -> dict[str, Any]:
     empty = {key: kind() for key, (kind,) in RUN_KEYS.items()}
     model = {"shape": vars(PRESETS["nano"].shape), "corpus": {"vocab_size": 1024}}

@@ -111,26 +111,25 @@ def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initia
 
 
 def draw_experts(lines: Sequence[dict[str, Any]], picture: Path, title: str, n_expert: int) -> None:
-    """Draw what the router of each layer did in the evaluations of the `lines` of `metrics.jsonl`, over tokens.
-
-    Dashed lines are where all of `n_expert` experts get the same.
-    """
+    """Draw what the router of each layer did in the evaluations of the `lines` of `metrics.jsonl`, over tokens."""
     lines = [line for line in lines if is_finite_number(line.get("tokens")) and f"{EXPERTS[0][0]}/0" in line]
     layers = sum(key.startswith(f"{EXPERTS[0][0]}/") for key in lines[0])
     figure = Figure(figsize=(13, 4.5), dpi=120, layout="constrained")
     for axes, (name, what) in zip(figure.subplots(1, len(EXPERTS)), EXPERTS, strict=True):
         for layer in range(layers):
             seen = [(line["tokens"], line[key]) for line in lines if is_finite_number(line.get(key := f"{name}/{layer}"))]
-            color, label = LAYERS(layer / max(1, layers - 1)), f"layer {layer}" if layer in (0, layers - 1) else None
+            color, label = LAYERS(layer / max(1, layers - 1)), f"layer {layer}" if layers <= 8 or layer in (0, layers - 1) else None
             axes.plot(*zip(*seen, strict=True), color=color, linewidth=1.2, marker="o", markersize=2.5, label=label)
         even = math.log(n_expert) if "entropy" in name else 1.0
-        axes.axhline(even, color="#888888", linestyle="--", linewidth=1, label="all alike")
+        axes.axhline(even, color="#888888", linestyle="--", linewidth=1, label="all experts alike")
         axes.margins(y=0.1)
         axes.set(xlabel="tokens", title=what)
-        axes.set_ylim(bottom=0)
+        if "entropy" not in name:
+            axes.set_ylim(bottom=0)
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.supxlabel("Of validation text, by the weights after the step.", fontsize=8.5)
     figure.suptitle(title, fontsize=10, parse_math=False)
     figure.savefig(picture, format="png")
 
