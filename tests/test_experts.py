@@ -72,6 +72,20 @@ def test_one_kernel_for_all_experts_gives_the_same(monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("loads", [[5, 0, 40, 3], [0, 0, 48, 0], [1, 30, 0, 17]], ids=str)
+def test_rows_that_are_computed_twice_leave_no_trace(loads):
+    """In bf16, whose products begin among the rows of the expert before."""
+    layer = ExpertLinear(8, 6, config_of("qwen3_moe", {**SMALL, "n_expert": 4}, vocab_size=200), "one").bfloat16()
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(4)).bfloat16().requires_grad_()
+    y = layer(x, torch.tensor(loads))
+    (y * torch.arange(288).view(48, 6).bfloat16()).sum().backward()
+    rows, weights = x.detach().float().requires_grad_(), layer.weight.detach().float().requires_grad_()
+    expected = torch.cat([part @ weight.T for part, weight in zip(rows.split(loads), weights, strict=True)])
+    (expected * torch.arange(288).view(48, 6)).sum().backward()
+    for found, exact in ((y, expected), (x.grad, rows.grad), (layer.weight.grad, weights.grad)):
+        assert (found.float() - exact).norm() < 1e-2 * exact.norm()
+
+
 def test_weights_that_are_released_are_those_of_the_backward_pass():
     """As ZeRO-3 does: a view that the forward pass saved would keep all gathered weights in memory."""
     layer = ExpertLinear(4, 3, config_of("qwen3_moe", {**SMALL, "n_expert": 2}, vocab_size=200), "one")
