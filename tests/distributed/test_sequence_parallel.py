@@ -133,7 +133,7 @@ def test_a_slice_without_a_target_is_counted_with_its_row(parts):
         model.row_part = RowPart(number, parts)
         slices.append(model(tokens, targets))
     assert sum(slices).item() / parts == pytest.approx(whole.item(), rel=1e-6)
-    assert [float(loss) for loss in slices[1:]] == [0.0] * (parts - 1)
+    assert [loss.item() for loss in slices[1:]] == [0.0] * (parts - 1)
     slices[-1].backward()
     assert all(not parameter.grad.any() for parameter in model.h.parameters()), "a slice without targets has gradients, of 0"
 
