@@ -143,9 +143,12 @@ class Swept:
 
     def comparison(self) -> Comparison | None:
         """Each recipe at its best point against its control at its own; None without such a pair."""
-        best = {arm.name: [self.runs[one.name] for one in arm.trials(arm.chosen)] for arm in self.arms if arm.chosen is not None}
-        pairs = [(recipe, control.name, own.name) for recipe, control, own in self.pairs]
-        experiments = [(recipe, None, best[control], best[own]) for recipe, control, own in pairs if {control, own} <= best.keys()]
+
+        def best(arm: Arm) -> list[Run]:
+            return [self.runs[one.name] for one in arm.trials(arm.chosen or {})]
+
+        chosen = [pair for pair in self.pairs if None not in (pair[1].chosen, pair[2].chosen)]
+        experiments = [(recipe, None, best(control), best(own)) for recipe, control, own in chosen]
         remark = "the seeds of this comparison also chose the settings of both sides, which flatters both; other seeds judge better"
         compared = compare_experiments(experiments)
         return replace(compared, remarks=(remark, *compared.remarks)) if experiments else None

@@ -297,3 +297,4 @@ def test_a_published_sweep_of_the_control_is_reused(tiny, tmp_path, monkeypatch)
     arms = sweep.testbed_arms(read_testbed(tiny), swept, flags(tiny, tmp_path), [])
     assert [(arm.name, arm.grid) for arm in arms] == [("zero0_bf16", grid), ("lamb", [])]
     assert [arm.published_in for arm in arms] == ["testbeds/tiny/tuning.json", ""]
+    assert sweep.Swept("tiny", arms[:1], {}, {}).comparison() is None, "its runs are not here"
