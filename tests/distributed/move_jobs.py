@@ -86,7 +86,8 @@ def held(engine: Any) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
 
 def has(name: str, parameter: torch.nn.Parameter, key: str, keys: Container[str]) -> bool:
     """Whether a parameter has this state: Muon keeps a momentum of hidden matrices, and AdamW's moments of the others."""
-    is_hidden = name.startswith("h.") and len(getattr(parameter, "ds_shape", parameter.shape)) == 2
+    is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+    is_hidden = name.startswith("h.") and is_matrix and "router" not in name
     return "momentum" not in keys or is_hidden == (key == "momentum")
 
 
