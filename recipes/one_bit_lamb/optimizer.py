@@ -97,7 +97,7 @@ class CompressedLamb(FreezingOptimizer):
 
         Args:
             live: its first elements that can have a gradient.
-            tensors: weights, momentum, last momentum, variance, and the variance of the reconstructed gradients.
+            tensors: weights, momentum, last momentum, which becomes the update, variance, and the variance of the reconstructed gradients.
             mean, last_factor: its mean ratio, and the factor, which is changed.
         """
         (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]

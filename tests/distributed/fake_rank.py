@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launch.config.explain import bytes_of
 from launch.config.run_config import resolve
-from launch.pretrain import step_without_techniques
 from launch.training.engine import start_engine
 from launch.training.meter import Meter
 from launch.training.ranks.distributed import start_ranks
 from recipes.registry import make_techniques
+from recipes.technique import step_without_techniques
 from tests.distributed.memory_jobs import PARTS, StatesInStep, plan_of
 
 #: In its third step, stage 3 gathers as in all later ones.
