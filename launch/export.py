@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder: a GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE.
+"""Write a trained model as a Hugging Face folder.
 
     python launch/export.py runs/first --out exported/first
     python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
@@ -23,13 +23,14 @@ from data_pipeline.staging import staged_folder
 from launch.config.flags import Parser
 from launch.errors import UsageError, print_once, run_command
 from launch.trained_model.flags import add_source_flags
+from model.presets import MODELS_IN_WORDS
 
 
 def build_parser() -> Parser:
     """The flags of `launch/export.py`."""
     parser = Parser(
         prog="python launch/export.py",
-        description="Export a trained model to a Hugging Face folder: a GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE.",
+        description=f"Export a trained model to a Hugging Face folder: a {MODELS_IN_WORDS}.",
         epilog="Example: python launch/export.py runs/first --out exported/first",
     )
     data = "current path of a run's corpus, for the tokenizer (the path in run.json)"

@@ -251,6 +251,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {**_MODERN, **_EXPERTS, "tied_head": False, "rope_theta": 1_000_000.0, "norm_eps": 1e-5},
     "qwen3_moe": {**_MODERN, **_EXPERTS, "qk_norm": True, "tied_head": False, "rope_theta": 1_000_000.0, "norm_eps": 1e-6},
 }
+#: The models of these forms, in a sentence.
+MODELS_IN_WORDS = "GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE"
 #: The fields of `ModelShape` that a preset sets, and those that are an architecture.
 SIZES = ("n_layer", "n_head", "d_model", "seq_len", "dropout")
 EXPERT_FIELDS = ("n_expert", "n_expert_active", "d_expert")

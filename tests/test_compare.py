@@ -116,7 +116,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["n" * 300], "cannot be read (File name too long)"),
         (
             ["--sweep", "lrr=1,2", "--data", "CORPUS"],
-            "lrr 1: --set lrr: unknown key, which DeepSpeed would ignore; remove it; did you mean 'lr'?",
+            "lrr 1: --sweep lrr: unknown key, which DeepSpeed would ignore; remove it; did you mean 'lr'?",
         ),
         (["--sweep", "lr=1e-3,2x", "--data", "CORPUS"], "zero0_bf16, lr 2x: --lr: '2x' is not a number above 0"),
         (["--sweep", "lr=1e-3,", "--data", "CORPUS"], "--sweep lr=1e-3,: must be NAME=VALUE,VALUE,..., e.g. --sweep lr=5e-4,1e-3,2e-3"),

@@ -309,8 +309,11 @@ def _check(arm: Arm, force: bool) -> None:
         try:
             described[where] = arm.trials(point)[0].described
         except CannotRun as reason:
-            unknown = next((name for name in point if name not in SWEPT and f"--set {name}: unknown key" in str(reason)), "")
-            raise UsageError(f"{where}: {reason}{nearest(unknown, SWEPT) if unknown else ''}") from None
+            message, unknown = str(reason), ""
+            for name in point.keys() - SWEPT.keys():
+                message = message.replace(f"--set {name}", f"--sweep {name}")
+                unknown = name if f"--sweep {name}: unknown key" in message else unknown
+            raise UsageError(f"{where}: {message}{nearest(unknown, SWEPT) if unknown else ''}") from None
     mismatches_of([described], force)
 
 

@@ -133,7 +133,9 @@ def _answer(pair: Pair) -> str:
     control = _control(pair.control) if pair.recipe else pair.control.name
     loss, time = (estimate(pair.published_figures, heading) for heading in (LOSS_COLUMN, TIME_COLUMN))
     if loss is None:
-        return f"{pair.name} and {control} have no seed in common whose losses can be compared."
+        unfinished = any(run.state == "unfinished" for runs in pair.runs for run in runs)
+        why = "a run of each seed is unfinished" if unfinished else "no seed ended on both sides"
+        return f"The losses of {pair.name} and {control} cannot be compared: {why}."
     gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if round(loss.mean, 4) else "at the same loss as"
     interval = "one seed, which shows no noise"
     if loss.low is not None and loss.high is not None:

@@ -72,18 +72,20 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
     down = math.ceil(len(panels) / across)
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
         picture = Figure(figsize=(4.2 * across + 0.4, 3.2 * down + 0.2), dpi=110, layout="constrained")
-        every = picture.subplots(down, across, squeeze=False).flatten()
+        every, hidden = picture.subplots(down, across, squeeze=False).flatten(), 0
         for axes, (name, flag) in zip(every, panels, strict=False):
             axes.set_title(name, fontsize=10, loc="left")
-            _draw_panel(axes, flag, found[name]["arms"])
+            hidden += _draw_panel(axes, flag, found[name]["arms"])
         for axes in every[len(panels) :]:
             axes.set_axis_off()
         note = "★ chosen" + "; one run per point, with a seed that no verdict uses" * all("seed" in one for one in found.values())
-        picture.supxlabel(note + ("; " if across > 1 else ";\n") + "higher losses are above the frame", fontsize=9)
+        above = ("; " if across > 1 else ";\n") + "higher losses are above the frame"
+        picture.supxlabel(note + above * bool(hidden), fontsize=9)
         picture.savefig(file, metadata={"Software": None})
 
 
-def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> None:
+def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> int:
+    """Draw the losses over the values of a flag; the number of points above the frame."""
     lines = {config: _lines(arm["grid"]).get(flag, []) for config, arm in arms.items()}
     values = sorted({point[flag] for points in lines.values() for point in points}, key=numbers_in)
     logarithmic = all(not isinstance(value, str) and value > 0 for value in values)
@@ -96,7 +98,8 @@ def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> None:
             if arms[config]["chosen"] and point[flag] == arms[config]["chosen"][flag]:
                 axes.plot(x, loss, marker="*", markersize=14, color=f"C{color}", markeredgecolor="black")
     bests = [min(losses) for arm in arms.values() if (losses := [point["loss"] for point in arm["grid"] if point["loss"] is not None])]
-    axes.set_ylim(min(bests, default=0.0) - 0.02, max(bests, default=0.0) + LOSSES_SHOWN)
+    highest = max(bests, default=0.0) + LOSSES_SHOWN
+    axes.set_ylim(min(bests, default=0.0) - 0.02, highest)
     axes.set_ylabel("final validation loss\n(nats per token)")
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(values) > 4 else {}
     named = values[:1]
@@ -108,6 +111,7 @@ def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> None:
     axes.margins(x=0.15)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
+    return sum(point["loss"] is None or point["loss"] > highest for points in lines.values() for point in points)
 
 
 def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:

@@ -22,7 +22,7 @@ from launch.errors import UsageError, is_local_rank_0, nearest
 from launch.formats.checkpoint_files import checkpoint_at
 from launch.formats.metrics import read_run_json
 from model.accounting import KNOWN_DEVICES, device_named
-from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS, SIZES
+from model.presets import ARCHITECTURES, CHOICES, FIELDS, MODELS_IN_WORDS, PRESETS, SIZES
 from recipes.registry import Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class RunValues:
         local=True,
         metavar="DIR",
         help="start from the model in a Hugging Face folder, whose config.json sets architecture and sizes: an exported run or a published "
-        "GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE",
+        + MODELS_IN_WORDS,
     )
     branch_from: str | None = value(
         RUN,

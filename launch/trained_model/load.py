@@ -25,9 +25,9 @@ from launch.formats.hf_folder import HFFolder, open_hf_folder
 from launch.formats.metrics import model_of_run, read_run_json
 from launch.formats.tensor_files import is_finite
 from model.gpt import GPT
-from model.presets import GPTConfig
+from model.presets import MODELS_IN_WORDS, GPTConfig
 
-FIX = "give a run folder, such as runs/first, or a Hugging Face folder of a GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE"
+FIX = f"give a run folder, such as runs/first, or a Hugging Face folder of a {MODELS_IN_WORDS}"
 
 
 @dataclass(frozen=True)
