@@ -1,8 +1,8 @@
 """The interface through which a technique takes part in a run.
 
-The JSON is the switch. A section that DeepSpeed does not have (`progressive_layer_drop`, `curriculum_learning`, an optimizer of the 1-bit
-family, ...) is taken out of the JSON and passed to the `Technique` that declares it. The training loop calls all techniques of a run at
-the same places and names none of them. A recipe that needs no code of its own has no `technique.py`.
+The JSON is the switch. A section or key that a technique declares (`progressive_layer_drop`, an optimizer of the 1-bit family,
+`sequence_parallel_size`, ...) is taken out of the JSON, so that DeepSpeed does not act on it, and passed to this `Technique`. The training
+loop calls all techniques of a run at the same places and names none of them. A recipe that needs no code of its own has no `technique.py`.
 
 A module `recipes/<name>/technique.py` defines exactly one subclass of `Technique`; `recipes.registry` finds it.
 """
@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
 SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 
-def ranks_in_words(data_ranks: int, ranks_per_row: int = 1) -> str:
-    """What a batch is shared by, in words."""
-    plural = "s" * (data_ranks != 1)
-    return f"{data_ranks} rank{plural}" if ranks_per_row == 1 else f"{data_ranks} group{plural} of {ranks_per_row} ranks"
+def ranks_in_words(number: int, ranks_per_row: int = 1) -> str:
+    """ "4 ranks", or "4 groups of 2 ranks" where each group reads the same rows."""
+    plural = "s" * (number != 1)
+    return f"{number} rank{plural}" if ranks_per_row == 1 else f"{number} group{plural} of {ranks_per_row} ranks"
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,9 @@ def bits_per_second(text: str) -> float:
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
 
 #: What a change of a value means. FIXED: another value is another run, so a resume must not change it; `_fixed_flags` of
-#: launch/training/run_folder/run_json.py adds what the JSON fixes. TRAINING: it changes the numbers of later steps; a resume may change it,
-#: and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it. RECORD: it changes no number; a resume lists the
-#: change. START: it belongs to one start of the run.
+#: launch/training/run_folder/run_json.py adds the model's sizes and what the JSON fixes. TRAINING: it changes the numbers of later steps; a
+#: resume may change it, and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it. RECORD: it changes no
+#: number; a resume lists the change. START: it belongs to one start of the run.
 FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "record", "start"
 #: The groups of flags, with their titles in --help.
 TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"
@@ -157,7 +157,8 @@ class Value(NamedTuple):
         flag: the arguments of `add_argument`.
         origin: where it comes from without a flag, for `--explain`; the flags fill in `{preset}`.
         local: it is of one host, such as a path: hosts may differ in it, and it is not published.
-        branch_swaps_only: values that make the same steps, of which a branch may have another; empty: it may have any.
+        same_steps: values that make the same steps, so that a branch may have another of them. Without it, what a resume may change a
+            branch may change too.
     """
 
     kind: str
@@ -165,7 +166,7 @@ class Value(NamedTuple):
     flag: dict[str, Any]
     origin: str
     local: bool
-    branch_swaps_only: tuple[str, ...]
+    same_steps: tuple[str, ...]
 
 
 def value(
@@ -173,11 +174,11 @@ def value(
     kind: str = TRAINING,
     origin: str = "default",
     local: bool = False,
-    branch_swaps_only: tuple[str, ...] = (),
+    same_steps: tuple[str, ...] = (),
     **flag: Any,
 ) -> Any:
     """Declare a field of `RunValues`; see `Value`."""
-    return field(metadata={"value": Value(kind, group, flag, origin, local, branch_swaps_only)})
+    return field(metadata={"value": Value(kind, group, flag, origin, local, same_steps)})
 
 
 _positive, _natural, _size, _number = whole_number(1), whole_number(0), whole_number(1, 100_000), whole_number(0, 100_000)
@@ -282,7 +283,7 @@ class RunValues:
     )
     spike_rule: str = value(
         RUN,
-        branch_swaps_only=("off", "log"),
+        same_steps=("off", "log"),
         choices=("off", "log", "skip", "rewind"),
         default="off",
         help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "

@@ -280,8 +280,8 @@ def _check_techniques(ds_json: DeepSpeedJson, config: RunConfig) -> RunConfig:
     """
     try:
         techniques = registry.make_techniques(config)  # each checks its own section when it is built
-        lengths = [one for one in techniques.members if one.declaration.changes_tokens or one.declaration.section == SEQUENCE_PARALLEL]
-        *_, end = planned_steps(config, Techniques(lengths), stride=config.total_tokens)
+        resizing = [one for one in techniques.members if one.declaration.changes_tokens or one.declaration.section == SEQUENCE_PARALLEL]
+        *_, end = planned_steps(config, Techniques(resizing), stride=config.total_tokens)
     except ValueError as reasons:
         raise UsageError(*(_placed(ds_json, str(reason)) for reason in reasons.args)) from None
     what, _, _ = (config.profile or "").partition(":")

@@ -49,7 +49,7 @@ class TrainingEngine:
 
     Attributes:
         ds_engine: DeepSpeed's engine.
-        corrections: the names of the applied corrections of DeepSpeed.
+        corrections: the names of the corrections that a probe of DeepSpeed asked for.
         loss_scale: the loss scale of the last backward pass.
         loss_so_far: the sum of this rank's micro-batch losses so far over their number in the step; after the last, their mean.
         on_phase: called with the name of each phase when it begins, e.g. "forward pass".

@@ -99,7 +99,7 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
     """Refuse a branch whose optimizer, clipping, techniques or rule for spikes differ from the continued run's."""
     their, own = without_defaults(before), without_defaults(description)
-    keys = ("optimizer", "techniques", "engine", *(name for name, one in VALUES.items() if one.branch_swaps_only))
+    keys = ("optimizer", "techniques", "engine", *(name for name, one in VALUES.items() if one.same_steps))
     found = [one for key in keys for one in differences(key, their.get(key), own[key])]
     # Equal rates at each step do not suffice where another rate is a multiple of them.
     fixed = {"optimizer.params.lr"} if has_rate_of_its_own(own["optimizer"]) else set()
@@ -127,7 +127,7 @@ def _may_differ(key: str, there: Any, here: Any) -> bool:
     """
     section, *names = key.split(".")
     if section in VALUES:
-        return {there, here} <= {None, *VALUES[section].branch_swaps_only}
+        return {there, here} <= {None, *VALUES[section].same_steps}
     if section != "techniques":
         return key != "engine.gradient_clipping" and (section != "optimizer" or names == ["params", "lr"])
     declared = next((cls.declaration for cls in registry.technique_classes() if cls.declaration.section == names[0]), Declaration())

@@ -95,6 +95,7 @@ class Checkpoints:
         folder: `runs/<name>/checkpoints`.
         keep: the number of newest checkpoints to keep.
         ds_engine: DeepSpeed's engine.
+        techniques: their state is saved beside DeepSpeed's files.
         on_failure: called when a checkpoint could not be written in the background; should stop the run after the current step.
         log: writes one line to the log.
         run_id: the id in the run's `run.json`; only needed on rank 0.
@@ -103,7 +104,7 @@ class Checkpoints:
         check_data: raises DataError if the corpus has changed, so that no checkpoint holds what was trained on another one.
 
     Attributes:
-        current: the checkpoint that was loaded or saved last, on every rank.
+        current: the checkpoint that was loaded or begun last, on every rank.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Checkpoints:
         folder: Path,
         keep: int,
         ds_engine: Any,
-        technique: Techniques,
+        techniques: Techniques,
         collectives: Collectives,
         on_failure: Callable[[], None],
         log: Callable[[str], None],
@@ -120,8 +121,8 @@ class Checkpoints:
         on_wait: Callable[[], None] = lambda: None,
         check_data: Callable[[], None] = lambda: None,
     ):
-        self.folder, self.keep, self.ds_engine, self.technique, self.collectives = folder, keep, ds_engine, technique, collectives
-        self._snapshots = Snapshots(ds_engine, technique, collectives, log)
+        self.folder, self.keep, self.ds_engine, self.techniques, self.collectives = folder, keep, ds_engine, techniques, collectives
+        self._snapshots = Snapshots(ds_engine, techniques, collectives, log)
         self._on_failure, self._on_wait, self._log, self._run_id = on_failure, on_wait, log, run_id
         self._check_data = check_data
         self.current: Path | None = None
@@ -177,9 +178,9 @@ class Checkpoints:
                 _remove_leftovers(self.folder)
             self.collectives.barrier()
             self._snapshots.begin(copying=not last)
-            with self.technique.common_weights():
+            with self.techniques.common_weights():
                 self.ds_engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
-            if of_technique := self.technique.state_dict():
+            if of_technique := self.techniques.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file(self.collectives.rank)))
         self.current = final
         self._in_flight = self._thread.submit(self._write, temporary, final, state)
@@ -307,7 +308,9 @@ class Checkpoints:
         other_ranks = state["ranks"] != self.collectives.world_size
         if other_ranks and any(newest.glob("technique-*.pt")):
             try:
-                self.technique.discard_state(f"written by {ranks_in_words(state['ranks'])}, and this job has {self.collectives.world_size}")
+                self.techniques.discard_state(
+                    f"written by {ranks_in_words(state['ranks'])}, and this job has {self.collectives.world_size}"
+                )
             except ValueError as reason:
                 raise UsageError(f"{newest}: the per-rank state of a technique was {reason}; start {state['ranks']} ranks") from None
         move = move_of(newest, state["ranks"], self.ds_engine, self.collectives.world_size)
@@ -321,7 +324,7 @@ class Checkpoints:
                 move.fill()
                 self._log(str(move))
             if (of_technique := self._technique_file(0 if other_ranks else self.collectives.rank)) in state["files"]:
-                load = self.technique.load_common_state if other_ranks else self.technique.load_state_dict
+                load = self.techniques.load_common_state if other_ranks else self.techniques.load_state_dict
                 load(load_tensors(newest / of_technique))
         self.current = newest
         return state

@@ -1,12 +1,12 @@
 """The list of corrections: when each applies, its probe, and the function that corrects.
 
-A probe runs DeepSpeed's own code at start-up and returns whether it has the fault; without it, nothing is changed. The names of the
-corrections that were applied are logged. A correction without a probe (None) is always applied where it is listed: it replaces what
-DeepSpeed does by something that is right or faster in any case.
+A probe runs DeepSpeed's own code at start-up and returns whether it has the fault; without it, nothing is changed. The names of those that
+a probe asked for are logged. A correction without a probe (None) is always applied where it is listed: it replaces what DeepSpeed does by
+something that is right or faster in any case.
 
 They are applied in this order: a probe sees what the ones before it have corrected.
 
-The faults were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows those with a probe, with and without their
+The faults were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` and `test_nvme.py` show them, with and without the
 correction. To remove one, delete its line here, its functions, its entry in `tests/distributed/correction_jobs.py` and its row in
 `docs/deepspeed-faults.md`.
 """

@@ -84,10 +84,10 @@ def commits_of(description: dict[str, Any]) -> list[Any]:
 
 
 def _other_run(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """What makes `now` another run than `before`: the flags with other values, and the corpus.
+    """What makes `now` another run than `before`, which a resume must not change: flags with other values, and the corpus.
 
-    They decide what the next step computes. Other values (length, learning rate, micro-batch, ranks, ZeRO stage, precision, how often to
-    evaluate and to save) may change in a resume; the log lists the changes.
+    Other values (length, learning rate, micro-batch, ranks, ZeRO stage, precision, how often to evaluate and to save) may change in a
+    resume; the log lists the changes.
     """
     sizes = [name for name in (*SIZES, *FIELDS) if name in before["shape"] or name in now["shape"]]
     if others := [flags for flags in zip(_fixed_flags(before, sizes), _fixed_flags(now, sizes), strict=True) if flags[0] != flags[1]]:
