@@ -117,7 +117,8 @@ def main() -> int:
         fitting = _fitting(flags.memory, columns)
         names, switch = ", ".join(fitting["fit_checkpointed"]), "--set activation_checkpointing.enabled=true"
         more = f" With {switch} also {names}." if names else ""
-        print_once(f"\nIn {flags.memory / 1e9:,.4g} GB a rank fit: {', '.join(fitting['fit']) or 'nothing'}.{more}")
+        fit = ", ".join(fitting["fit"]) or "nothing; docs/memory.md and docs/long-sequences.md have more switches"
+        print_once(f"\nIn {flags.memory / 1e9:,.4g} GB a rank fit: {fit}.{more}")
     return 0
 
 

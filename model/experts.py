@@ -21,7 +21,7 @@ from torch import nn
 from model.layers import INIT_STD, Linear, draw_normal
 from model.presets import GPTConfig
 
-#: In bf16 and fp16, the rows of an expert's product are a multiple of this, but for the first expert's.
+#: In bf16 and fp16, the rows of an expert's product are a multiple of this, unless it begins at the first row.
 ROWS = 16
 
 

@@ -191,12 +191,16 @@ class FreezingOptimizer(CompressedOptimizer):
         none: list[torch.Tensor] = []
         for place, (group, parameter, _) in enumerate(self._momenta()):
             group |= {"variance_steps": steps, "variance_bias": self._bias(group["betas"][1], steps)}
-            variance = self.state[parameter]["exp_avg_sq"]
-            settle_variance(variance, steps, group["betas"][1], self._row_steps(place) if place in self.used_rows else None)
-            (some if variance.any() else none).append(variance)
+            for variance in self._settled_apart(self.state[parameter]["exp_avg_sq"]):
+                settle_variance(variance, steps, group["betas"][1], self._row_steps(place) if place in self.used_rows else None)
+                (some if variance.any() else none).append(variance)
         mean = sum(float(variance.sum(dtype=torch.float64)) for variance in some) / max(1, sum(variance.numel() for variance in some))
         for variance in none:
             variance.fill_(mean)
+
+    def _settled_apart(self, variance: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of a parameter's variance that `settle_variance` takes for tensors."""
+        return [variance]
 
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
         """The bias corrections by which the two moments are divided. That of a frozen variance stays, even if a resume changes beta2."""

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from model.presets import GPTConfig, ModelShape
@@ -190,6 +191,16 @@ class Declaration:
 
 #: DeepSpeed's names of fp32.
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
+
+
+def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
+    """Start and end of each of `segments` consecutive segments of `n_layer` blocks, whose lengths differ by at most one, longer first.
+
+    12 blocks in 5: (0, 3), (3, 6), (6, 8), (8, 10), (10, 12).
+    """
+    least, longer = divmod(n_layer, segments)
+    starts = [index * least + min(index, longer) for index in range(segments + 1)]
+    return list(pairwise(starts))
 
 
 def divisors(number: int) -> set[int]:

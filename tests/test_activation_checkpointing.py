@@ -8,8 +8,9 @@ import pytest
 
 from launch.config.explain import explain
 from launch.config.run_config import resolve
-from recipes.activation_checkpointing.technique import ActivationCheckpointing, segment_bounds
+from recipes.activation_checkpointing.technique import ActivationCheckpointing
 from recipes.registry import make_techniques
+from recipes.technique import segment_bounds
 
 SHAPE = ["--n_layer", "5", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--micro_batch_size", "2"]
 EACH = "activation_checkpointing.enabled=true"

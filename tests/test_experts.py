@@ -218,10 +218,11 @@ def test_experts_without_balance_are_noted():
 
 @pytest.mark.parametrize("cls", [Lamb, CompressedLamb])
 def test_lamb_has_a_ratio_for_each_expert(cls):
-    """1-bit LAMB in both phases, with gradients so even that freezing changes no variance."""
+    """Also an expert with small gradients, whose variance 1-bit LAMB must not raise to a share of the others' when it freezes it."""
     generator = torch.Generator().manual_seed(5)
     weights, gradients = torch.randn(3, 4, 5, generator=generator), torch.randn(6, 3, 4, 5, generator=generator).tanh() + 2
     weights *= torch.tensor([0.1, 1.0, 5.0])[:, None, None]
+    gradients *= torch.tensor([1.0, 0.03, 1.0])[:, None, None]
     together, alone = torch.nn.Parameter(weights.clone()), [torch.nn.Parameter(one.clone()) for one in weights]
     optimizers = [cls([{"params": one}], 0.1, (0.9, 0.95), 1e-8, 0.1) for one in ([together], alone)]
     for step, gradient in enumerate(gradients):

@@ -225,7 +225,8 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     """
     mismatches = mismatches_of([{str(run.folder): run.description for run in runs}], force)
     groups = group(runs)
-    sides = [Side(", ".join(dict.fromkeys(re.sub(r"[-_. ]*\d+$", "", run.name) or run.name for run in own)), own) for own in groups]
+    of_seeds = [dict.fromkeys(re.sub(r"[-_. ]*\d+$", "", run.name) or run.name for run in own) for own in groups]
+    sides = [Side(", ".join(names) if len(own) > 1 else own[0].name, own) for names, own in zip(of_seeds, groups, strict=True)]
     if len({side.name for side in sides}) < len(sides):
         sides = [Side(", ".join(run.name for run in own), own) for own in groups]
     return _compared(sides, [_pair(sides[0], own, None, None) for own in sides[1:]], mismatches)

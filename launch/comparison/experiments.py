@@ -213,17 +213,16 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
     together = f"at most {max(map(len, groups))} {'at the same time' if flags.parallel else 'interleaved'}, "
     print_once(f"training {len(trials)} run{'s' * (len(trials) > 1)}, {together * (len(trials) > len(groups))}in {runs_dir}")
     failures: dict[str, str] = {}
-    steps = sum(trial.config.steps_to_make for trial in trials)
-    done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
-    start, made, ended = time.monotonic(), 0, there
+    steps = {trial.name: trial.config.steps_to_make for trial in trials}
+    made = {name: _steps_done(runs_dir / name) for name in steps}
+    start, before, ended = time.monotonic(), sum(made.values()), there
     width = None if flags.quiet else bar_options()
-    with tqdm(total=steps, initial=done, unit="step", disable=width is None, **(width or {})) as bar:
+    with tqdm(total=sum(steps.values()), initial=before, unit="step", disable=width is None, **(width or {})) as bar:
         lines: dict[str, tqdm[Any]] = {}  # on a terminal a line for each run that trains, below the bar
         due: dict[str, float] = {}  # when the line of a run is read from its log again
 
         def on_steps(name: str, number: int) -> None:
-            nonlocal made
-            made += number
+            made[name] += number
             bar.update(number)
             if flags.quiet or time.monotonic() < due.get(name, 0.0) or not (text := progress(read_log(runs_dir / name))):
                 return
@@ -238,6 +237,8 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
         def on_end(name: str, code: int) -> None:
             nonlocal ended
             ended += 1
+            bar.update(steps[name] - made[name])  # those since it last waited; a run that failed leaves none to make
+            made[name] = steps[name]
             if name in lines:
                 lines.pop(name).close()
             if code:
@@ -247,8 +248,9 @@ def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels:
                 shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
             if not flags.quiet:
                 how = "failed" if code else progress(read_log(runs_dir / name)).rpartition(", ")[0]
-                step_seconds = (time.monotonic() - start) / max(1, made)
-                left = tqdm.format_interval(step_seconds * max(0, steps * (total - there) / len(trials) - done - made))
+                there_now, whole = sum(made.values()), sum(steps.values()) * (total - there) / len(trials)
+                step_seconds = (time.monotonic() - start) / max(1, there_now - before)
+                left = tqdm.format_interval(step_seconds * max(0, whole - there_now))
                 bar.write(printable_line(f"run {ended} of {total}: {labels[name]}: {how}; about {left} left"))
 
         try:

@@ -28,7 +28,7 @@ from model import accounting
 from model.accounting import LOSS_ROWS, WIDTH, model_tensors
 from model.presets import NORM_SIZES, GPTConfig
 from recipes import registry
-from recipes.technique import FP32_NAMES, Techniques
+from recipes.technique import FP32_NAMES, Techniques, segment_bounds
 
 if TYPE_CHECKING:  # it imports this module
     from launch.config.run_config import RunConfig
@@ -284,11 +284,13 @@ def _update(sizes: MemorySizes) -> Iterator[Term]:
         # fp32: torch's optimizer uses the gradients as they are. bf16, fp16: FP16_UnfusedOptimizer copies every gradient to fp32.
         size = FP32 * sum(sizes.flat) if halves else 0
     else:
-        # One group or sub-group at a time: its gradients flattened, and a copy in fp32 if they are not fp32. At stage 3, before the update
-        # the norm in fp64, one parameter at a time. fp32 sums of halves are not copied, and at stages 1 and 2 are flat already.
+        # One group or sub-group at a time: its gradients flattened, and a copy in fp32 if they are not fp32. fp32 sums of halves are not
+        # copied, and at stages 1 and 2 are flat already. Before, the norm in fp64 of a rank's part of one parameter at a time.
         wide = halves and sizes.sum_width == FP32
         size = 0 if wide and sizes.stage < 3 else sizes.largest_owned * (FP32 + w * (halves and not wide))
-        size = max(size, 8 * -(-max(sizes.flat) // sizes.run.ranks)) if sizes.stage == 3 else size
+        groups = zip(sizes.groups, sizes.owned, strict=True)
+        part = -(-max(sizes.flat) // sizes.run.ranks) if sizes.stage == 3 else max(min(max(group), owned) for group, owned in groups)
+        size = size if sizes.has_bf16_optimizer else max(size, 8 * part)
     yield Term("update", size + sizes.replaced.get("update", 0) * (not sizes.offloads_optimizer), ("update",))
 
 
@@ -487,26 +489,42 @@ def _buffers(sizes: MemorySizes) -> Iterator[Term]:
 def gathered_weights(sizes: MemorySizes) -> tuple[int, int]:
     """Stage 3: elements that are gathered in a forward and backward pass, and elements that are gathered at the same time; upper bounds.
 
-    A weight stays gathered if fewer than `stage3_max_reuse_distance` elements are used before it is used again. So it stays from the
-    forward to the backward pass if less than half of that distance comes after it, and is else gathered twice. (It also stays if the search
-    for weights to gather ahead comes by, which is not counted here.) Weights are gathered ahead until `stage3_max_live_parameters` are
-    there; the module that passes a limit is gathered whole. With the JSONs that ship, both are exact for models of less than half of the
-    reuse distance; for larger presets, the elements at the same time are at most 9% too many, and those in a pass at most 46%.
+    A weight stays gathered if fewer than `stage3_max_reuse_distance` elements are used before it is used again. (It also stays if the
+    search for weights to gather ahead comes by, which is not counted here; nor is the recomputation of tiles, which gathers more.) Weights
+    are gathered ahead until `stage3_max_live_parameters` are there; the module that passes a limit is gathered whole. Both are exact for
+    models of less than half of the reuse distance; with `stage3_prefetch_bucket_size` 0, the elements in a pass were within 1% of two
+    ranks, and with recomputed blocks within 3%.
     """
     zero, model = sizes.zero, sizes.model
     distance, ahead = int(zero["stage3_max_reuse_distance"]), int(zero["stage3_prefetch_bucket_size"])
     persists = int(zero["stage3_param_persistence_threshold"])
-    gathered = sum(n for n in sizes.flat if n > persists)
-    again, after = 0, model.padded_vocab_size * model.d_model * model.tied_head
-    for name, shape in reversed(model_tensors(model).items()):
-        n = math.prod(shape)
-        if n > persists and 2 * after >= distance:
-            # A tied weight is used by the embedding and by the head.
-            again += n * (2 if model.tied_head and name == "wte.weight" else 1)
-        after += n
+    modules: dict[str, list[int]] = {}  # the sizes of the parameters of each
+    for name, shape in model_tensors(model).items():
+        modules.setdefault(name.rpartition(".")[0], []).append(math.prod(shape))
+    in_a_pass, end, used = 0, 0, dict[str, int]()  # the end of each module's last use, in elements used so far
+    for name in _uses([*modules], model, sizes.checkpoints):
+        if end - used.get(name, -distance) >= distance:
+            in_a_pass += sum(n for n in modules[name] if n > persists)
+        end += sum(modules[name])
+        used[name] = end
     largest = max(sizes.flat)
     live = largest + max(distance // 2 + largest, int(zero["stage3_max_live_parameters"]) if ahead else 0)
-    return gathered + again, min(sum(sizes.flat), sum(sizes.flat) - gathered + live)
+    return in_a_pass, min(sum(sizes.flat), sum(n for n in sizes.flat if n <= persists) + live)
+
+
+def _uses(names: list[str], model: GPTConfig, checkpoints: int) -> Iterator[str]:
+    """The modules in the order in which a forward and backward pass use them, with `checkpoints` recomputed segments of blocks.
+
+    names: of the modules with parameters, in the model's order.
+    """
+    blocks = [[name for name in names if name.startswith(f"h.{index}.")] for index in range(model.n_layer)]
+    begin, end = names.index(blocks[0][0]), names.index(blocks[-1][-1]) + 1
+    head = [*names[end:], *["wte"] * model.tied_head]
+    yield from (*names[:end], *head, *reversed(head))
+    for first, last in reversed(segment_bounds(model.n_layer, checkpoints or 1)):
+        segment = [name for block in blocks[first:last] for name in block]
+        yield from (*segment * bool(checkpoints), *reversed(segment))
+    yield from reversed(names[:begin])
 
 
 #: The functions that yield the terms of a rank.
@@ -523,7 +541,7 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
     up to 8,000 of them, are not.
     """
-    sizes = MemorySizes(run, model, "cuda", 0)
+    sizes = MemorySizes(run, model, "cuda", registry.make_techniques(run).checkpointed_segments)
     stage, zero, w, ranks, share = sizes.stage, sizes.zero, sizes.w, run.ranks, (run.ranks - 1) / run.ranks
     whole, padded = sum(sizes.flat), ranks * sum(sizes.owned)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
@@ -542,7 +560,8 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     gradients = w * padded * accumulation  # reduce-scattered in every micro-batch
     # Weights that do not persist are gathered in every micro-batch, as int8 if quantized; those that persist, after the update.
     gathered, g = gathered_weights(sizes)[0] * accumulation, 1 if zero.get("zero_quantized_weights") else w
-    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(sizes.sub_groups)))
+    norms = (FP32 if sizes.offloads_optimizer else 8) * len(sizes.sub_groups)
+    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + norms + (run.precision == "fp16")))
     if (group := second_group(zero, ranks)) == 1:
         return round(sent + share * g * gathered)
     first = padded - persistent  # once from all ranks, and then from the group that has the second copy

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -20,15 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.gpt import BlockRunner
 from model.presets import GPTConfig
-from recipes.technique import Declaration, RunForTechniques, Technique
-
-
-def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
-    """Start and end of each of `segments` consecutive segments of `n_layer` blocks, whose lengths differ by at most one, longer first.
-
-    12 blocks in 5: (0, 3), (3, 6), (6, 8), (8, 10), (10, 12).
-    """
-    return [(int(part[0]), int(part[-1]) + 1) for part in np.array_split(np.arange(n_layer), segments)]
+from recipes.technique import Declaration, RunForTechniques, Technique, segment_bounds
 
 
 class ActivationCheckpointing(Technique):

@@ -67,6 +67,10 @@ class CompressedLamb(FreezingOptimizer):
             state = self.state[parameter]
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"] / self._biases(group)[1]
 
+    def _settled_apart(self, variance: torch.Tensor) -> list[torch.Tensor]:
+        # The momentum is sent divided by the deviations, so an expert with few tokens need not have the others' least variance.
+        return [part for (part,) in of_each_expert(variance)]
+
     def _step_compressed(self) -> None:
         # The momentum is exchanged divided by the deviations, which are the same on all ranks. `parameter.grad` then holds the last
         # momentum, from which the mean gradient is reconstructed.

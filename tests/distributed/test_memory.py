@@ -210,23 +210,25 @@ def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, st
 
 
 @pytest.mark.parametrize(
-    ("sub_group", "reuse", "live", "prefetch"),
+    ("sub_group", "reuse", "live", "prefetch", "more"),
     [
-        pytest.param(100_000, 500_000, 300_000, 0, marks=pytest.mark.long),
-        (10**9, 0, 300_000, 50_000),
-        pytest.param(10**9, 10**9, 10**9, 10**7, marks=pytest.mark.gate),
+        pytest.param(100_000, 500_000, 300_000, 0, [], marks=pytest.mark.long),
+        pytest.param(10**9, 500_000, 300_000, 0, ["--set=activation_checkpointing.enabled=true"], marks=pytest.mark.long),
+        pytest.param(10**9, 300_000, 10**9, 0, ["--set=activation_checkpointing.number_checkpoints=2"], marks=pytest.mark.long),
+        (10**9, 0, 300_000, 50_000, []),
+        pytest.param(10**9, 10**9, 10**9, 10**7, [], marks=pytest.mark.gate),
     ],
-    ids=["kept", "gathered ahead", "all kept"],
+    ids=["kept", "recomputed", "recomputed in two", "gathered ahead", "all kept"],
 )
-def test_an_update_and_the_weights_gathered_at_stage_3_are_planned(two_ranks, corpus, tmp_path, sub_group, reuse, live, prefetch):
-    """A sub-group's update exactly; of gathered weights and bytes sent an upper bound."""
+def test_an_update_and_the_weights_gathered_at_stage_3_are_planned(two_ranks, corpus, tmp_path, sub_group, reuse, live, prefetch, more):
+    """Of gathered weights an upper bound, and of the bytes sent where weights are gathered ahead."""
     keys = {"sub_group_size": sub_group, "stage3_max_reuse_distance": reuse, "stage3_max_live_parameters": live}
     # Without weights that are gathered at the end of the step.
     keys |= {"stage3_prefetch_bucket_size": prefetch, "stage3_param_persistence_threshold": 0}
-    run = flags(corpus, tmp_path, "zero3_bf16", *SHAPE, *(f"--set=zero_optimization.{key}={value}" for key, value in keys.items()))
+    run = flags(corpus, tmp_path, "zero3_bf16", *SHAPE, *(f"--set=zero_optimization.{key}={value}" for key, value in keys.items()), *more)
     for peaks in two_ranks.run("tests.distributed.memory_jobs:peaks_at_stage_3", flags=[*run, "--steps", "3", "--global_batch_size", "2"]):
         print(peaks)
         assert peaks["update"][0] == pytest.approx(peaks["update"][1], rel=STATES_WITHIN)
-        for name in ("live", "sent"):
-            measured, planned = peaks[name]
-            assert 0.5 * planned <= measured <= planned, (name, measured, planned)
+        assert 0.4 * peaks["live"][1] <= peaks["live"][0] <= peaks["live"][1]
+        sent, planned = peaks["sent"]
+        assert sent == pytest.approx(planned, rel=0.03) if not prefetch else 0.85 * planned <= sent <= planned

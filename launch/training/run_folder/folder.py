@@ -221,7 +221,7 @@ class RunFolder:
             after = rate(step + 1, state["tokens"] + config.tokens_per_step)
             self.log(
                 f"warning: the learning rate goes from {before:.2e} (step {step}) to {after:.2e}, because this start has another schedule, "
-                "rate, warm-up or length; to train longer without a jump, --branch_from a checkpoint before the decay",
+                "rate, warm-up or length; for another length without a jump, --branch_from a checkpoint before the decay",
                 always=True,
             )
 
