@@ -146,7 +146,7 @@ def _part(text: Text, begin: int, end: int) -> Iterator[str]:
         part = data[max(0, begin - read) : max(0, end - read)]
         read += len(data)
         if part:
-            yield part.decode()
+            yield block if len(part) == len(data) else part.decode()
         if read >= end:
             return
 

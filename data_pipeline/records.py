@@ -9,7 +9,7 @@
 All but the last line may be compressed: .gz, .zst, .xz or .bz2 follows. The case of a name does not matter, and it may have a synonym.
 Only one record is in memory at a time, of a .parquet file one page, and of an .arrow file one batch. The size of a record is limited
 (`Problems.max_record`). It is checked before a line is read whole, since a small compressed file can hold a record of any size. Text
-files have no limit: one above BLOCK is read in blocks, several times.
+files have no limit: one above HELD is read several times, in blocks.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 ALLOWED_FILES = f"{' '.join(STREAMED)} (each also {' '.join(COMPRESSED)}) {' '.join(TABLES)}"
 _SYNONYMS = {".text": ".txt", ".markdown": ".md", ".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".pq": ".parquet", ".zstd": ".zst"}
 BLOCK = 2**20
+#: The bytes of a plain text that are kept in memory instead of read again.
+HELD = 8 * BLOCK
 #: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
 MAX_RECORD_MIB = 16
 #: Rows of a Parquet file that are decoded at once.
@@ -206,7 +208,7 @@ def _plain(file: Path, problems: Problems) -> Iterator[Text]:
             data = block.encode()
             sha256.update(data)
             n_bytes, line = n_bytes + len(data), line + data.count(b"\n")
-            held = [block] if n_bytes == len(data) else []
+            held = [*held, block] if n_bytes <= HELD else []
     except UnicodeDecodeError as reason:
         line += reason.object.count(b"\n", 0, reason.start)
         problems("not UTF-8", f"{file}:{line}", f"{one_line(reason)}; convert it with iconv -f ENCODING -t UTF-8")
