@@ -277,7 +277,10 @@ def test_circumstances_that_differ_are_remarked_and_no_settings(change, remark, 
 
 def test_the_first_run_given_is_of_the_control(make):
     comparison = compare([make("b_1", (*ZERO_1, "--lr", "0.001")), make("a_1", ZERO_1), make("c", (*ZERO_1, "--warmup_steps", "0"))])
-    assert [(pair.title, pair.recipe, pair.verdicts) for pair in comparison.pairs] == [("a against b", None, ()), ("c against b", None, ())]
+    assert [(pair.title, pair.recipe, pair.verdicts) for pair in comparison.pairs] == [
+        ("a_1 against b_1", None, ()),
+        ("c against b_1", None, ()),
+    ]
     assert [side.name for side in comparison.sides] == ["b", "a", "c"]
     alike = compare([make("r1", ZERO_1), make("r2", PLD)])
     assert [side.name for side in alike.sides] == ["r1", "r2"], "names without their numbers only where that tells them apart"

@@ -29,7 +29,7 @@ def pretrain_and_keep(runs: list[list[str]]) -> list[str]:
     def save_and_keep(self: Any, state: dict[str, Any], last: bool) -> Path:
         final = save(self, state, last)
         if last:
-            with self.technique.common_weights():
+            with self.techniques.common_weights():
                 weights = live_weights(self.ds_engine)
             if self.collectives.rank == 0:
                 torch.save(weights, self.folder.parent / LIVE)
