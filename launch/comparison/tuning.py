@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data_pipeline.staging import write_atomically
+from launch.comparison.pictures import PALETTE
 from launch.comparison.runs import Run
 from launch.comparison.trials import tuned_by
 from launch.formats.files import read_committed
@@ -90,13 +91,13 @@ def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> int:
     values = sorted({point[flag] for points in lines.values() for point in points}, key=numbers_in)
     logarithmic = all(not isinstance(value, str) and value > 0 for value in values)
     place = {value: math.log2(value) if logarithmic else float(number) for number, value in enumerate(values)}
-    for color, (config, points) in enumerate(lines.items()):
+    for color, (config, points) in zip(PALETTE[len(lines) < 2 :], lines.items(), strict=False):
         places = [place[point[flag]] for point in points]
         losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
-        axes.plot(places, losses, marker="o", markersize=4, linewidth=1.5, color=f"C{color}", label=config)
+        axes.plot(places, losses, marker="o", markersize=4, linewidth=1.5, color=color, label=config)
         for point, x, loss in zip(points, places, losses, strict=True):
             if arms[config]["chosen"] and point[flag] == arms[config]["chosen"][flag]:
-                axes.plot(x, loss, marker="*", markersize=14, color=f"C{color}", markeredgecolor="black")
+                axes.plot(x, loss, marker="*", markersize=14, color=color, markeredgecolor="black")
     bests = [min(losses) for arm in arms.values() if (losses := [point["loss"] for point in arm["grid"] if point["loss"] is not None])]
     highest = max(bests, default=0.0) + LOSSES_SHOWN
     axes.set_ylim(min(bests, default=0.0) - 0.02, highest)
@@ -104,7 +105,7 @@ def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> int:
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(values) > 4 else {}
     named = values[:1]
     for value in values[1:]:  # those whose names do not overlap
-        if place[value] - place[named[-1]] > 0.05 * (place[values[-1]] - place[values[0]]):
+        if place[value] - place[named[-1]] > 0.08 * (place[values[-1]] - place[values[0]]):
             named.append(value)
     axes.set_xticks([place[value] for value in named], [in_words(value) for value in named], **turned)
     axes.set_xlabel(FLAGS.get(flag, str(values[0]).partition("=")[0] if flag == "set" else flag))
