@@ -281,6 +281,7 @@ def test_the_first_run_given_is_of_the_control(make):
         ("a_1 against b_1", None, ()),
         ("c against b_1", None, ()),
     ]
+    assert [side.name for side in comparison.sides] == ["b_1", "a_1", "c"]
     alike = compare([make(f"r{number}", flags, seed) for number, flags, seed in ((1, ZERO_1, 1), (2, ZERO_1, 2), (3, PLD, 1), (4, PLD, 2))])
     assert [side.name for side in alike.sides] == ["r1, r2", "r3, r4"], "names without their numbers only where that tells them apart"
 

@@ -502,7 +502,7 @@ def gathered_weights(sizes: MemorySizes) -> tuple[int, int]:
     for name, shape in model_tensors(model).items():
         modules.setdefault(name.rpartition(".")[0], []).append(math.prod(shape))
     in_a_pass, end, used = 0, 0, dict[str, int]()  # the end of each module's last use, in elements used so far
-    for name in _uses([*modules], model, sizes.checkpoints):
+    for name in _uses([*modules], model, sizes.techniques.checkpointed_segments):
         if end - used.get(name, -distance) >= distance:
             in_a_pass += sum(n for n in modules[name] if n > persists)
         end += sum(modules[name])
@@ -541,7 +541,7 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
     up to 8,000 of them, are not.
     """
-    sizes = MemorySizes(run, model, "cuda", registry.make_techniques(run).checkpointed_segments)
+    sizes = MemorySizes(run, model, "cuda", 0)
     stage, zero, w, ranks, share = sizes.stage, sizes.zero, sizes.w, run.ranks, (run.ranks - 1) / run.ranks
     whole, padded = sum(sizes.flat), ranks * sum(sizes.owned)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
