@@ -115,11 +115,8 @@ GRID = [
     (stage, model, accumulation, ranks, slices, more)
     for stage in range(4)
     for model in ("gpt2", "llama")  # tied, and a head of its own
-    for accumulation, ranks, slices, more in (
-        *((1, 1, 1, "each"), (2, 1, 1, "each on the host"), (2, 2, 1, "each"), (2, 2, 2, "each"), (2, 2, 1, "nothing")),
-        (2, 2, 2, "each on the host"),
-    )
-]
+    for accumulation, ranks, slices, more in ((2, 1, 1, "each on the host"), (2, 2, 1, "nothing"), (2, 2, 2, "each"))
+] + [(3, "llama", 1, 2, 2, "each on the host")]
 GATE = [(3, "gpt2", 2, 2, 2, "each")]
 CHECKPOINTS = {"nothing": [], "each": EACH, "each on the host": ON_HOST}
 

@@ -135,7 +135,9 @@ MUON_MOVES = [
 #: Which flags the moved run has besides: the weights of stage 3 may be offloaded, too.
 OFFLOADED_WEIGHTS = section("zero_optimization.offload_param", {"device": "cpu"})
 MOVES = [
-    *((model, [], *move, []) for model in MODELS for move in (*QUICK, *LONG)),
+    *(("gpt2", [], *move, []) for move in (*QUICK, *LONG)),
+    *(("qwen3", [], *move, []) for move in (*QUICK, *LONG[::4])),
+    *(("qwen3_moe", [], *move, []) for move in (*QUICK, *LONG[1::4])),
     *((model, MUON, *move, []) for model in MODELS for move in MUON_MOVES),
     ("gpt2", [], L(2, 2), L(3, 2), OFFLOADED_WEIGHTS),
 ]

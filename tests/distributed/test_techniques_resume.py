@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.parity import FREEZE, TECHNIQUES, technique_flags
-from tests.distributed.test_engine_follows_plain_pytorch import cells, data, forms_of  # noqa: F401 (a fixture)
+from tests.distributed.test_engine_follows_plain_pytorch import cells, data, stages_of  # noqa: F401 (a fixture)
 from tests.helpers import resumed_after, rewind
 
 #: Of a line, what does not depend on the machine or the moment.
@@ -17,16 +17,13 @@ QUICK = [
     ("zero_one_adam", "stage 0", "bf16", 20),
 ]
 EVERY = [
-    *((name, form, "fp32", 20) for name in TECHNIQUES if "," not in name for form in forms_of(name)[:4]),
-    *((name, forms_of(name)[-1:][0], "bf16", 15) for name in ("lamb", "muon")),
-    *(
-        (name, "stage 0", precision, step)
-        for name in ("one_bit_adam", "one_bit_lamb")
-        for precision in ("fp32", "bf16")
-        for step in (7, 10, 17)
-    ),
+    *((name, stages_of(name)[-1], "fp32", 20) for name in TECHNIQUES if "," not in name),
+    *((name, "stage 1", "fp32", 20) for name in ("mixture_of_experts", "muon")),
+    *((name, stages_of(name)[-1], "bf16", 15) for name in ("lamb", "muon")),
+    *((name, "stage 0", *at) for name in ("one_bit_adam", "one_bit_lamb") for at in (("fp32", 7), ("bf16", 10), ("bf16", 17))),
     # Between renewals, after the last, between exchanges and after one.
-    *(("zero_one_adam", "stage 0", precision, step) for precision in ("fp32", "bf16", "fp16") for step in (8, 10, 15, 16, 22)),
+    *(("zero_one_adam", "stage 0", "fp32", step) for step in (8, 10, 15, 16, 22)),
+    ("zero_one_adam", "stage 0", "fp16", 15),
 ]
 
 
