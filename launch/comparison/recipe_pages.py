@@ -131,7 +131,8 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     blocks = [Table("Results", ["testbed", *shown, "claims"], rows).markdown()]
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
-    blocks.append(f"Means of the pairs, with 95% intervals. All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
+    legend = "Means of the pairs, with 95% intervals; ✓ holds, ✗ fails, ? undecided."
+    blocks.append(f"{legend} All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
     return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
