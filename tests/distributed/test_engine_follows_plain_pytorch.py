@@ -90,16 +90,17 @@ AT_THE_GATE = [
     ("muon", "gpt2", "stage 2", 1, 2),
     ("random_ltd, checkpointed", "qwen3", "stage 3", 1, 2),
 ]
-#: What the engine does by its form, with every form; a technique, which does the same at every stage, at the two that differ most.
+#: The engine in every form, with a dense model and with experts; a technique, which does the same at every stage, at the two that differ
+#: most; what has matrices of its own, at each stage.
 EVERY = [
     *AT_THE_GATE,
     *(("plain", "gpt2", form, *at) for form in FORMS for at in ((1, 1), (3, 2))),
-    *(("plain", model, stage, 3, 2) for model in SHAPES if model != "gpt2" for stage in STAGES),
-    *((name, "gpt2", form, 3, 2) for name in ("mixture_of_experts", "progressive_layer_drop") for form in FORMS),
-    *(("muon", "gpt2", stage, 3, 2) for stage in STAGES),
-    *((name, "gpt2", stages_of(name)[place], *at) for name in TECHNIQUES for place, at in ((0, (1, 1)), (-1, (3, 2)))),
-    *((name, "qwen3", stages_of(name)[-1], 3, 2) for name in TECHNIQUES if "," not in name),
-    *((name, "gpt2", stages_of(name)[-1], 1, 4) for name in TECHNIQUES if TECHNIQUES[name].compresses or name == "mixture_of_experts"),
+    *(("mixture_of_experts", "gpt2", form, 3, 2) for form in FORMS),
+    *((name, "gpt2", stage, *at) for stage in STAGES for name, *at in (("mixture_of_experts", 1, 4), ("muon", 3, 2))),
+    *(("plain", model, stage, 3, 2) for model in ("llama", "qwen3") for stage in ("stage 0", "stage 3")),
+    *((name, "gpt2", stages_of(name)[place], 1, ranks) for name in TECHNIQUES for place, ranks in ((0, 1), (-1, 2))),
+    *((name, "qwen3", stages_of(name)[-2:][0], 3, 2) for name in TECHNIQUES if "," not in name),
+    *((name, "gpt2", "stage 0", 1, 4) for name in TECHNIQUES if TECHNIQUES[name].compresses),
 ]
 
 
@@ -140,10 +141,11 @@ def test_losses_and_norms_are_those_of_plain_pytorch(name, model, form, accumula
 
 
 HALF = [
-    *(("plain", "wide", form, precision) for form in FORMS for precision in ("bf16", "fp16")),
+    *(("plain", "wide", form, "bf16") for form in FORMS),
+    *(("plain", "wide", stage, "fp16") for stage in STAGES),
     *(("muon", "gpt2", stage, "bf16") for stage in STAGES),
-    *((name, "gpt2", stages_of(name)[-1], "bf16") for name in TECHNIQUES if "," not in name),
-    *((name, "gpt2", stages_of(name)[-2:][0], "fp16") for name in TECHNIQUES if "," not in name),
+    *((name, "gpt2", stages_of(name)[-2:][0], "bf16") for name in TECHNIQUES if "," not in name),
+    *((name, "gpt2", stages_of(name)[-2:][0], "fp16") for name in ("lamb", "mixture_of_experts", "muon", "one_bit_adam", "zero_one_adam")),
 ]
 QUICK_HALF = [(name, "gpt2", "stage 0", "bf16") for name in ("muon", "one_bit_adam")]
 

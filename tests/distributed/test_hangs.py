@@ -211,7 +211,7 @@ def test_a_slow_rank_is_not_ended(flags, tmp_path):
         slow.suspend()
         time.sleep(0.6 * TIMEOUT)
         slow.resume()
-        time.sleep(0.1)
+        run.wait_for_step(run.last_step() + 1)
     assert run.wait() == 0, run.output()
     assert "error:" not in run.output()
 

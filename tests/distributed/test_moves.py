@@ -138,7 +138,7 @@ MOVES = [
     *(("gpt2", [], *move, []) for move in (*QUICK, *LONG)),
     *(("qwen3", [], *move, []) for move in (*QUICK, *LONG[::4])),
     *(("qwen3_moe", [], *move, []) for move in (*QUICK, *LONG[1::4])),
-    *((model, MUON, *move, []) for model in MODELS for move in MUON_MOVES),
+    *((model, MUON, *move, []) for place, model in enumerate(MODELS) for move in MUON_MOVES[place::2]),
     ("gpt2", [], L(2, 2), L(3, 2), OFFLOADED_WEIGHTS),
 ]
 QUICK_MOVES = [
