@@ -81,18 +81,18 @@ QUICK = {
 }
 
 
-def model_of(pair: tuple[str, str]) -> str:
-    return "gpt2" if pair in QUICK else "qwen3_moe" if "mixture_of_experts" in pair else "qwen3"
+def flags_of_model(pair: tuple[str, str]) -> list[str]:
+    return MODELS["gpt2" if pair in QUICK else "qwen3_moe" if "mixture_of_experts" in pair else "qwen3"]
 
 
 @pytest.mark.parametrize(
-    ("model", "pair"),
-    [pytest.param(model_of(pair), pair, marks=[] if pair in QUICK else [pytest.mark.long], id=" and ".join(pair)) for pair in TOGETHER],
+    "pair", [pytest.param(pair, marks=[] if pair in QUICK else [pytest.mark.long], id=" and ".join(pair)) for pair in TOGETHER]
 )
-def test_two_techniques_both_act(model, pair, one_rank, two_ranks, corpus, tmp_path):
+def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
     """Each step has what both schedules say, and what was planned. Another stage on another number of ranks, cut otherwise, trains the
     same; what compresses up to the first step that it compresses, and nearly the same from there."""
-    run = flags(corpus, tmp_path, "r", *pair) + MODELS[model]
+    model = flags_of_model(pair)
+    run = flags(corpus, tmp_path, "r", *pair) + model
     config, _ = resolve([*run, "--ranks", "2"])
     plan = list(planned_steps(config, make_techniques(config)))
     lines = two_ranks.train(run)
@@ -123,7 +123,7 @@ def test_two_techniques_both_act(model, pair, one_rank, two_ranks, corpus, tmp_p
             assert [line["compressed"] for line in lines] == [int(line["step"] > 3) for line in lines]
         assert lines[-1]["bytes_sent"] < lines[0]["bytes_sent"] / (25 if "sequence_parallel" not in pair else 1)
     alone = [other for name in pair if (other := ALONE.get(name, name))]
-    other = one_rank.train(flags(corpus, tmp_path, "other", *alone, stage=0, micro_batch_size=4) + MODELS[model])
+    other = one_rank.train(flags(corpus, tmp_path, "other", *alone, stage=0, micro_batch_size=4) + model)
     losses, others = ([line["loss"] for line in run] for run in (lines, other))
     same = 4 if compresses else len(lines)  # the fourth step's loss is that of three updates
     # 0/1 Adam corrects the variance of a position that came late by its own number of renewals. Where the sums have another order, one of
