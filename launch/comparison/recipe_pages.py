@@ -131,7 +131,7 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     blocks = [Table("Results", ["testbed", *shown, "claims"], rows).markdown()]
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
-    legend = "Means of the pairs, with 95% intervals; ✓ holds, ✗ fails, ? undecided."
+    legend = f"Means of the pairs, with 95% intervals; {', '.join(f'{sign} {outcome}' for outcome, sign in SIGNS.items())}."
     blocks.append(f"{legend} All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
     return "\n" + "\n\n".join(blocks) + "\n\n"
 
