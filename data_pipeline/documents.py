@@ -38,7 +38,7 @@ _CONTEXT, _TRIES = 200, 21  # characters that are encoded again on each side of 
 class Document(NamedTuple):
     """A document. `text` yields its blocks, from the beginning at every call; `key` is a hash of the whole text."""
 
-    split: str
+    split_name: str
     group: int
     text: Callable[[], Iterable[str]]
     key: bytes
@@ -47,7 +47,7 @@ class Document(NamedTuple):
 class Piece(NamedTuple):
     """A part of a document. `n_bytes` is its size in UTF-8; `ends` tells whether it is the last part."""
 
-    split: str
+    split_name: str
     group: int
     text: str
     n_bytes: int
@@ -111,9 +111,9 @@ class Documents:
             return
         if second is None:
             cut = _cut_in_two(first, self.val_fraction)
-            for split, begin, end in (("train", 0, cut), ("val", cut, first.n_bytes)):
+            for split_name, begin, end in (("train", 0, cut), ("val", cut, first.n_bytes)):
                 if begin < end:
-                    yield Document(split, group, partial(_part, first, begin, end), first.sha256)
+                    yield Document(split_name, group, partial(_part, first, begin, end), first.sha256)
             return
         for text in chain((first, second), texts):
             place = int.from_bytes(text.sha256[:8], "big") / 2**64
@@ -182,7 +182,7 @@ def training_texts(documents: Documents, watch: Callable[[], Any] = lambda: None
     drawn = list[tuple[int, int, str]]()  # a heap: the part with the largest hash first
     size, place = 0, count()
     for document in documents:
-        if document.split == "train":
+        if document.split_name == "train":
             for number, part in enumerate(_in_parts(document.text())):
                 # A new hash: the key alone determines the split.
                 draw = int.from_bytes(hashlib.sha256(document.key + number.to_bytes(8, "big")).digest()[:8], "big")
@@ -199,7 +199,7 @@ def pieces(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piec
     """The text of documents, long ones cut into pieces whose concatenated ids are those of the whole document."""
     for document in documents:
         for text, following in pairwise(chain(_cut(document.text(), tokenizer), ("",))):
-            yield Piece(document.split, document.group, text, len(text.encode()), ends=not following)
+            yield Piece(document.split_name, document.group, text, len(text.encode()), ends=not following)
 
 
 def _cut(blocks: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:

@@ -27,7 +27,7 @@ _worker_tokenizer: Tokenizer  # in a worker only
 class Encoded(NamedTuple):
     """The ids of one split and group in a chunk, and the size of their text in UTF-8."""
 
-    split: str
+    split_name: str
     group: int
     n_bytes: int
     ids: np.ndarray
@@ -61,17 +61,17 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> list[Encoded]:
     dtype = token_dtype(tokenizer.vocab_size)
     end_of_text = np.array([tokenizer.eot_id], dtype=dtype)
     results = []
-    for split, group in sorted({(piece.split, piece.group) for piece in chunk}, key=lambda pair: (pair[1], pair[0])):
-        mine = [piece for piece in chunk if (piece.split, piece.group) == (split, group)]
+    for split_name, group in sorted({(piece.split_name, piece.group) for piece in chunk}, key=lambda pair: (pair[1], pair[0])):
+        mine = [piece for piece in chunk if (piece.split_name, piece.group) == (split_name, group)]
         parts = []
         for piece, ids in zip(mine, tokenizer.encode_many([piece.text for piece in mine]), strict=True):
             if (ids == tokenizer.eot_id).any():
                 raise DataError(
-                    f"--tokenizer: a text of {split} contains {tokenizer.decode([tokenizer.eot_id])!r}, which this tokenizer encodes as its"
-                    " end of text; name another one with --end_of_text"
+                    f"--tokenizer: a {split_name} text contains {tokenizer.decode([tokenizer.eot_id])!r}, which this tokenizer encodes as"
+                    " its end of text; name another one with --end_of_text"
                 )
             parts += [ids.astype(dtype), end_of_text] if piece.ends else [ids.astype(dtype)]
-        results.append(Encoded(split, group, sum(piece.n_bytes for piece in mine), np.concatenate(parts)))
+        results.append(Encoded(split_name, group, sum(piece.n_bytes for piece in mine), np.concatenate(parts)))
     return results
 
 

@@ -31,8 +31,8 @@ class ShardWriter:
     `state` is what an earlier writer's `commit` returned, to continue from there.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, eot_id: int, shard_tokens: int, state: dict[str, Any] | None = None):
-        self.folder, self.split, self.dtype, self.eot_id, self.shard_tokens = folder, split, dtype, eot_id, shard_tokens
+    def __init__(self, folder: Path, split_name: str, dtype: np.dtype, eot_id: int, shard_tokens: int, state: dict[str, Any] | None = None):
+        self.folder, self.split_name, self.dtype, self.eot_id, self.shard_tokens = folder, split_name, dtype, eot_id, shard_tokens
         self.bytes: int = state["bytes"] if state else 0
         self._shards: list[dict[str, Any]] = state["shards"] if state else []
         self._file: BinaryIO | None = None  # the last shard, while it is not full
@@ -47,7 +47,7 @@ class ShardWriter:
             if self._file and self._shards[-1]["group"] != encoded.group:
                 self._finish_shard()
             if not self._file:
-                file = f"{self.split}-{len(self._shards):05d}.bin"
+                file = f"{self.split_name}-{len(self._shards):05d}.bin"
                 self._shards.append({"file": file, "tokens": 0, "sha256": "", "group": encoded.group, "documents": 0})
                 self._file = self._open_shard()
             shard = self._shards[-1]
@@ -118,7 +118,7 @@ class CorpusWriter:
         self.chunks: int = progress["chunks"] if progress else 0
         states = progress["writers"] if progress else {}
         form = token_dtype(tokenizer.vocab_size), tokenizer.eot_id, shard_tokens
-        self.splits = {split: ShardWriter(folder, split, *form, states.get(split)) for split in SPLITS}
+        self.splits = {name: ShardWriter(folder, name, *form, states.get(name)) for name in SPLITS}
         self._committed = 0.0
         if progress is None:
             self.commit()
@@ -126,7 +126,7 @@ class CorpusWriter:
     def write(self, chunk: list[Encoded]) -> None:
         """Append one chunk of text, encoded."""
         for encoded in chunk:
-            self.splits[encoded.split].write(encoded)
+            self.splits[encoded.split_name].write(encoded)
         self.chunks += 1
         if time.monotonic() - self._committed >= SECONDS_BETWEEN_COMMITS:
             self.commit()

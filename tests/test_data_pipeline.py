@@ -99,7 +99,7 @@ def test_shards_hold_the_documents_in_order_each_with_its_end(texts, prepared):
     expected = {"train": [], "val": []}
     assert len(list(documents)) == 80
     for document in documents:  # a second pass, whose skipped files count anew
-        expected[document.split].append("".join(document.text()))
+        expected[document.split_name].append("".join(document.text()))
     assert corpus.manifest["dropped"] == {".bin": 1, "empty": 1, "not UTF-8": 1}
     (source,) = documents.sources
     assert documents.dropped + source.problems.counts + source.left_out == corpus.manifest["dropped"]
@@ -117,7 +117,7 @@ def test_shards_hold_the_documents_in_order_each_with_its_end(texts, prepared):
 
 
 def test_tokenizer_has_seen_training_documents_only(texts, prepared, tmp_path):
-    seen = ["".join(document.text()) for document in documents_of(texts) if document.split == "train"]
+    seen = ["".join(document.text()) for document in documents_of(texts) if document.split_name == "train"]
     entry = train_tokenizer("bpe:300", seen).save(tmp_path)
     assert open_corpus(prepared).manifest["tokenizer"] == entry
 
@@ -188,7 +188,7 @@ def test_the_split_of_a_document_depends_on_its_text_alone(tmp_path):
     def split(numbers, val_fraction: float) -> dict[str, str]:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in numbers))
         sources, _ = open_sources([str(tmp_path / "a.jsonl")])
-        return {"".join(document.text()): document.split for document in Documents(sources, val_fraction)}
+        return {"".join(document.text()): document.split_name for document in Documents(sources, val_fraction)}
 
     first = split(range(4000), 0.1)
     again = split(reversed(range(2000)), 0.1)

@@ -74,21 +74,21 @@ def run_experiments(
     if not flags.all and (unused := [name for name in flags.testbed if name not in used]):
         raise UsageError(f"--testbed {unused[0]}: none of the recipes has an experiment on it; leave it out")
     share_cores(flags, max((ranks_of(recipe, testbed, flags) for recipe, testbed in found), default=1))
-    pairs: list[PairedTrials] = []
+    paired: list[PairedTrials] = []
     for recipe, testbed in found:
         try:
-            pairs.append(_paired_trials(recipe, testbed, passed_on, flags))
+            paired.append(_paired_trials(recipe, testbed, passed_on, flags))
         except CannotRun as reason:
             leave_out(recipe, reason)
-    untuned = [line for pair in pairs for line in _untuned(pair, flags)]
-    own = [f"note: {line}" for pair in pairs for line in pair.own[0].config.notes if line not in pair.control[0].config.notes]
+    untuned = [line for one in paired for line in _untuned(one, flags)]
+    own = [f"note: {line}" for one in paired for line in one.own[0].config.notes if line not in one.control[0].config.notes]
     for line in (*own, *untuned):
         print_once(line)
-    if not pairs:
+    if not paired:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
-    runs, failures = train_missing(flags, in_order(pairs))
+    runs, failures = train_missing(flags, in_order(paired))
     experiments = []
-    for one in pairs:
+    for one in paired:
         control, own_runs = ([runs[trial.name] for trial in trials if trial.name in runs] for trials in (one.control, one.own))
         if control and own_runs:
             experiments.append((one.recipe, one.testbed, control, own_runs))

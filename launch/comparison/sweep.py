@@ -121,13 +121,13 @@ class Arm:
 
 @dataclass
 class Swept:
-    """Sweeps that have ended. name: of the setting. pairs: recipe, arm of its control, its own arm, which are compared at the end."""
+    """Sweeps that have ended. name: of the setting. opponents: recipe, arm of its control, own arm, whose bests are compared."""
 
     name: str
     arms: list[Arm]
     runs: dict[str, Run]
     about: dict[str, Any]
-    pairs: Sequence[tuple[Recipe, Arm, Arm]] = ()
+    opponents: Sequence[tuple[Recipe, Arm, Arm]] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The content of a `tuning.json`."""
@@ -147,7 +147,7 @@ class Swept:
         def best(arm: Arm) -> list[Run]:
             return [self.runs[one.name] for one in arm.trials(arm.chosen or {})]
 
-        chosen = [pair for pair in self.pairs if None not in (pair[1].chosen, pair[2].chosen)]
+        chosen = [one for one in self.opponents if None not in (one[1].chosen, one[2].chosen)]
         experiments = [(recipe, None, best(control), best(own)) for recipe, control, own in chosen]
         remark = "the seeds of this comparison also chose the settings of both sides, which flatters both; other seeds judge better"
         compared = compare_experiments(experiments)
@@ -189,8 +189,8 @@ def sweep(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
         UsageError: a flag or a value is wrong, or the losses of two points could not be compared; nothing is trained.
         TrainingFailed: a run did not finish, other than by diverging.
     """
-    arms, pairs = own_arms(flags, passed_on)
-    return Swept("sweep", arms, _train(arms, flags), {"flags": [*passed_on]}, pairs)
+    arms, opponents = own_arms(flags, passed_on)
+    return Swept("sweep", arms, _train(arms, flags), {"flags": [*passed_on]}, opponents)
 
 
 def own_arms(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[list[Arm], list[tuple[Recipe, Arm, Arm]]]:
@@ -216,11 +216,11 @@ def own_arms(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[list[
         control = add(Path(recipe.control).stem, lambda words: pair_trials(recipe, words, seeds, ranks).control, shared)
         return recipe, control, add(recipe.name, lambda words: pair_trials(recipe, words, seeds, ranks).own, values)
 
-    pairs = [sides(open_recipe(folder)) for folder in flags.recipe]
-    if not pairs:
+    opponents = [sides(open_recipe(folder)) for folder in flags.recipe]
+    if not opponents:
         config = str(Path(flags.deepspeed_config or ROOT / CONTROL).absolute())
         add(Path(config).stem, lambda words: [make_trial(config, [*words, "--seed", str(seed)], ranks) for seed in seeds], values)
-    return [*arms.values()], pairs
+    return [*arms.values()], opponents
 
 
 def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:

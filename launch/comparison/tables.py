@@ -186,8 +186,8 @@ def by_seed(pair: Pair) -> str:
 
 def loss_gaps(pair: Pair) -> dict[int, float]:
     """Seed -> the difference of the final losses, in nats per token. Empty if fewer than two seeds have both."""
-    pairs = pair.figures[LOSS].pairs if LOSS in pair.figures else {}
-    return {seed: other - control for seed, (control, other) in pairs.items()} if len(pairs) > 1 else {}
+    losses = pair.figures[LOSS].by_seed if LOSS in pair.figures else {}
+    return {seed: other - control for seed, (control, other) in losses.items()} if len(losses) > 1 else {}
 
 
 def spread(gaps: Mapping[int, float]) -> str:

@@ -250,19 +250,20 @@ BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 MANY = 16
 
 
-def check_keys(ds_json: DeepSpeedJson, ours: Rules) -> None:
-    """Note the faults of all keys and values.
+def drop_removed(ds_json: DeepSpeedJson, ours: Rules) -> None:
+    """Delete the sections that DeepSpeed removed and the file switches off (`"enabled": false`): DeepSpeed would refuse them.
 
-    Deletes what is removed and switched off (`"enabled": false`), which DeepSpeed would refuse.
-
-    Args:
-        ours: the rules of the top-level sections of the project's own techniques.
+    ours: the rules of the top-level sections of the project's own techniques.
     """
-    schema = deepspeed_schema()
     for key, value in list(ds_json.values.items()):
-        if key in schema.removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
+        off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
+        if off and key in deepspeed_schema().removed and key not in ours:
             del ds_json.values[key]
-    check_section(ds_json, (), schema.keys | ours)
+
+
+def check_keys(ds_json: DeepSpeedJson, ours: Rules) -> None:
+    """Note the faults of all keys and values. ours: as for `drop_removed`."""
+    check_section(ds_json, (), deepspeed_schema().keys | ours)
 
 
 def section_rule(technique: type[Technique]) -> Rule:
