@@ -116,8 +116,11 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["n" * 300], "cannot be read (File name too long)"),
         (
             ["--sweep", "lrr=1,2", "--data", "CORPUS"],
-            "lrr 1: --sweep lrr: unknown key, which DeepSpeed would ignore; remove it; did you mean 'lr'?",
+            "lrr 1: --sweep lrr: unknown key, which DeepSpeed would ignore; did you mean 'lr'?",
         ),
+        (["--sweep", "learning_rate=1,2", "--data", "CORPUS"], "which DeepSpeed would ignore; did you mean 'lr'?"),
+        (["--sweep", "batch_size=2,4", "--data", "CORPUS"], "would ignore; did you mean 'micro_batch_size' or 'global_batch_size'?"),
+        (["--sweep", "train_batch_siz=2,4", "--data", "CORPUS"], "would ignore; did you mean 'train_batch_size'?"),
         (["--sweep", "lr=1e-3,2x", "--data", "CORPUS"], "zero0_bf16, lr 2x: --lr: '2x' is not a number above 0"),
         (["--sweep", "lr=1e-3,", "--data", "CORPUS"], "--sweep lr=1e-3,: must be NAME=VALUE,VALUE,..., e.g. --sweep lr=5e-4,1e-3,2e-3"),
         (["--sweep", "lr=1,2", "--lr", "1"], "lr is swept and given too; leave out one of the two"),

@@ -24,6 +24,7 @@ from launch.comparison.tables import Table, mean, signed, with_interval
 from launch.comparison.trials import CannotRun, Trial, make_trial, only_in_recipe, pair_trials, tuned_by
 from launch.comparison.tuning import CONTROL, edges, in_words, numbers_in, origin_of, published_sweep
 from launch.comparison.verdicts import Interval, paired_interval
+from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.flags import INITIAL, OF_RECIPES, RUN, TRAINING, VALUES, as_words, flags_of, open_recipe, without
 from launch.errors import TrainingFailed, UsageError, nearest
 from recipes.registry import ROOT, Flags, Recipe, Sweep, Testbed
@@ -313,7 +314,9 @@ def _check(arm: Arm, force: bool) -> None:
             for name in point.keys() - SWEPT.keys():
                 message = message.replace(f"--set {name}", f"--sweep {name}")
                 unknown = name if f"--sweep {name}: unknown key" in message else unknown
-            raise UsageError(f"{where}: {message}{nearest(unknown, SWEPT) if unknown else ''}") from None
+            if hint := nearest(unknown, [*SWEPT, *deepspeed_schema().keys]):
+                message = re.sub("; (remove it|did you mean .*)$", "", message) + hint
+            raise UsageError(f"{where}: {message}") from None
     mismatches_of([described], force)
 
 
