@@ -137,10 +137,10 @@ class Swept:
         by_name = {arm.name: {**published[arm.name], "grid": arm.grid, "chosen": arm.chosen} for arm in self.arms}
         return {self.name: {**origin_of(self.runs.values()), **self.about, "arms": by_name}}
 
-    def script(self) -> str:
-        """The commands that train the best point of each side."""
+    def script(self, runs_dir: str | None) -> str:
+        """The commands that train the best point of each side, in `runs_dir` if it is given."""
         best = {arm.name: arm.trials(arm.chosen)[0] for arm in self.arms if arm.chosen is not None}
-        commands = [f"# the best of {name}\n{_command(trial, f'{name}-best')}\n" for name, trial in best.items()]
+        commands = [f"# the best of {name}\n{_command(trial, f'{name}-best', runs_dir)}\n" for name, trial in best.items()]
         return "".join([f"cd {shlex.quote(str(ROOT))}\n", *commands])
 
     def comparison(self) -> Comparison | None:
@@ -350,8 +350,8 @@ def _words(point: Flags) -> str:
     return ", ".join(f"{name} {in_words(value)}" for name, value in point.items())
 
 
-def _command(trial: Trial, run_name: str) -> str:
+def _command(trial: Trial, run_name: str, runs_dir: str | None) -> str:
     """The command of a user that trains a trial as it was trained."""
     launcher = "python" if trial.config.ranks == 1 else f"deepspeed --num_gpus {trial.config.ranks}"
-    words = shlex.join([*without(trial.flags, "--save_every"), "--run_name", run_name]).replace(f"{ROOT}/", "")
-    return f"{launcher} launch/pretrain.py {words}"
+    words = [*without(trial.flags, "--save_every"), *as_words({"runs_dir": runs_dir, "run_name": run_name})]
+    return f"{launcher} launch/pretrain.py {shlex.join(words)}".replace(f"{ROOT}/", "")

@@ -111,6 +111,7 @@ def test_a_sweep_of_ones_own_model_goes_on_beyond_an_optimum_at_the_edge(corpus,
         "--run_name",
         "zero0_bf16-best",
     )
+    assert rest[-2:] == ["--runs_dir", str(tmp_path / "trials")]
     trial = make_trial(config, rest, 1)
     assert trial.config.lr == 3e-2 and (tmp_path / "trials" / trial.name).is_dir(), "the command trains the run that was best"
     again = run_script("launch/compare.py", *words)
@@ -181,6 +182,13 @@ class Loss:
     @property
     def lines(self) -> list[str]:
         return [*Swept("own", [self.arm], {}, {}).lines()]
+
+
+def test_the_best_is_trained_in_the_folder_of_the_sweep_if_one_was_given(corpus):
+    arm = Arm("own", {"lr": [1e-3]}, lambda point: [make_trial(tuning.CONTROL, own_flags(corpus), 1)])
+    arm.add({"lr": 1e-3}, [4.0])
+    swept = Swept("own", [arm], {}, {})
+    assert swept.script("my runs").endswith(" --runs_dir 'my runs' --run_name own-best\n") and "--runs_dir" not in swept.script(None)
 
 
 def test_flags_are_varied_one_after_another_or_in_all_combinations():
