@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from launch.comparison import sweep, tuning
 from launch.comparison.interleaved import free_port
@@ -271,6 +272,23 @@ def test_an_optimum_at_the_edge_is_found():
     assert tuning.edges(grid[:2], {"lr": 2e-3}) == ["lr"]
     others = [{**one, "min_lr": end, "set": "a=1"} for one, end in zip(grid, (0, 1e-4, 2e-4), strict=True)]
     assert tuning.edges(others, {"min_lr": 0, "set": "a=1"}) == [], "neither 0 nor a word is an edge"
+
+
+@pytest.mark.parametrize(
+    ("losses", "seen", "words"),
+    [
+        ([5.0, 4.2], [5.0, 4.2], "★ chosen"),
+        ([4.2, 4.4, 4.9], [4.2, 4.4], "★ chosen;\nhigher losses are above the frame"),
+        ([4.2, 4.4, None], [4.2, 4.4], "★ chosen;\ndiverged runs are left out"),
+    ],
+)
+def test_the_picture_of_a_sweep_shows_two_points_or_more_and_names_what_it_hides(losses, seen, words, tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    grid = [{"lr": 10.0**-n, "loss": loss} for n, loss in enumerate(losses)]
+    tuning.draw_tuning({"own": {"arms": {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.1}}}}}, tmp_path / "tuning.png")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert [loss for loss in losses if loss and low < loss < high] == seen and drawn[0].get_supxlabel() == words
 
 
 def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
