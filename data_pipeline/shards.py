@@ -10,6 +10,7 @@
 """
 
 import contextlib
+import difflib
 import hashlib
 import json
 import mmap
@@ -257,7 +258,9 @@ def open_corpus(path: str | Path) -> Corpus:
     """
     path = Path(path)
     if not path.is_dir():
-        raise DataError(f"{path}: no such corpus; prepare one with: {PREPARE_COMMAND.format(path)}")
+        near = difflib.get_close_matches(path.name, [file.parent.name for file in path.parent.glob(f"*/{MANIFEST_FILE}")], n=1)
+        meant = f"did you mean {path.parent / near[0]}? Else " if near else ""
+        raise DataError(f"{path}: no such corpus; {meant}prepare one with: {PREPARE_COMMAND.format(path)}")
     if is_nanogpt(path):
         return Corpus(path, *nanogpt_manifest(path))
     manifest = read_manifest(path / MANIFEST_FILE)

@@ -152,7 +152,8 @@ def _sweep(flags: argparse.Namespace, passed_on: list[str]) -> int:
     swept = (sweep.tune if flags.tune else sweep.sweep)(flags, passed_on)
     found, written = swept.as_json(), [out / "tuning.json", out / "best.sh"]
     tuning.write_tuning(found, written[0])
-    written[1].write_text(swept.script(), encoding="utf-8")
+    script = swept.script(flags.runs_dir if "runs_dir" in given(build_parser(), sys.argv[1:]) else None)
+    written[1].write_text(script, encoding="utf-8")
     if flags.publish:
         publish.check_runs("--publish", [*swept.runs.values()])
         written.append((Path(flags.recipe[0]).resolve() if flags.recipe else TESTBEDS / swept.name) / "tuning.json")
@@ -162,7 +163,7 @@ def _sweep(flags: argparse.Namespace, passed_on: list[str]) -> int:
     if compared := swept.comparison():
         written.append(report.write_report(compared, out))
         lines += report.summary(compared)
-    print_once("\n".join([*map(printable_line, lines), swept.script(), *(f"written: {printable_line(str(file))}" for file in written)]))
+    print_once("\n".join([*map(printable_line, lines), script, *(f"written: {printable_line(str(file))}" for file in written)]))
     return 0
 
 

@@ -24,6 +24,8 @@ from recipes.registry import RecipeError
 REQUEUE = os.EX_TEMPFAIL
 #: Errors of the operating system about a path that the user gave.
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+#: Names that other projects use -> ours.
+OTHER_NAMES = {"learning_rate": ("lr",), "batch_size": ("micro_batch_size", "global_batch_size")}
 #: The longest message, in characters, and what is kept of a longer one: its start (where and what) and its end (the fix).
 MESSAGE_LENGTH, MESSAGE_START, MESSAGE_END = 850, 500, 250
 #: How long the other ranks of a host wait for local rank 0 to print the error.
@@ -57,8 +59,9 @@ class DownloadFailed(TrainingFailed):
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
-    meant = nearest_name(str(name), allowed)
+    """`; did you mean 'x'?` for those of `allowed` that `OTHER_NAMES` has, or the closest; an empty string when nothing is close."""
+    name, allowed = str(name), [*allowed]
+    meant = "' or '".join(one for one in allowed if one.lstrip("-") in OTHER_NAMES.get(name.lstrip("-"), ())) or nearest_name(name, allowed)
     return f"; did you mean '{meant}'?" if meant else ""
 
 

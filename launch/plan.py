@@ -92,6 +92,8 @@ def main() -> int:
     runs = _runs(flags)
     first = next(iter(runs.values()))
     model, hardware = first.model_config, hardware_of(flags, first)
+    if flags.tokens and not hardware:
+        raise UsageError(f"--tokens {flags.tokens:,} plans the time on a GPU; name one, such as --device h100, or leave --tokens out")
     if flags.longest_sequence:
         return _print_longest(runs, device, flags)
     columns = {name: _plan(run, device, hardware) for name, run in runs.items()}

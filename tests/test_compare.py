@@ -16,7 +16,7 @@ import pytest
 from launch.compare import build_parser
 from launch.comparison import experiments
 from launch.comparison.experiments import _paired_trials, check_corpus, error_of, has_ended
-from launch.comparison.trials import CannotRun, pair_trials
+from launch.comparison.trials import CannotRun, make_trial, pair_trials
 from launch.errors import UsageError
 from recipes.registry import ROOT, read_recipe, read_recipes, read_testbed
 from tests.commands import run_script
@@ -116,8 +116,11 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["n" * 300], "cannot be read (File name too long)"),
         (
             ["--sweep", "lrr=1,2", "--data", "CORPUS"],
-            "lrr 1: --sweep lrr: unknown key, which DeepSpeed would ignore; remove it; did you mean 'lr'?",
+            "lrr 1: --sweep lrr: unknown key, which DeepSpeed would ignore; did you mean 'lr'?",
         ),
+        (["--sweep", "learning_rate=1,2", "--data", "CORPUS"], "which DeepSpeed would ignore; did you mean 'lr'?"),
+        (["--sweep", "batch_size=2,4", "--data", "CORPUS"], "would ignore; did you mean 'micro_batch_size' or 'global_batch_size'?"),
+        (["--sweep", "train_batch_siz=2,4", "--data", "CORPUS"], "would ignore; did you mean 'train_batch_size'?"),
         (["--sweep", "lr=1e-3,2x", "--data", "CORPUS"], "zero0_bf16, lr 2x: --lr: '2x' is not a number above 0"),
         (["--sweep", "lr=1e-3,", "--data", "CORPUS"], "--sweep lr=1e-3,: must be NAME=VALUE,VALUE,..., e.g. --sweep lr=5e-4,1e-3,2e-3"),
         (["--sweep", "lr=1,2", "--lr", "1"], "lr is swept and given too; leave out one of the two"),
@@ -277,3 +280,12 @@ def test_parallel_runs_cannot_be_published_for_a_claim_about_time():
     flags = argparse.Namespace(parallel=2, publish=True, seeds=None, ranks=None)
     with pytest.raises(UsageError, match=r"recipes/bf16 claims '.*time per step.*', which needs interleaved runs; leave out --parallel"):
         _paired_trials(read_recipe(ROOT / "recipes/bf16"), read_testbed("nano-0.5M-half-rate"), [], flags)
+
+
+def test_runs_that_are_reused_are_counted(corpus, tmp_path, monkeypatch, capsys):
+    first, *others = (make_trial("ds_configs/zero0_bf16.json", [*TINY, "--data", str(corpus), "--seed", seed], 1) for seed in "123")
+    monkeypatch.setattr(experiments, "has_ended", lambda run: run.name != first.name)
+    monkeypatch.setattr(experiments, "run_interleaved", lambda *_: None)
+    flags = argparse.Namespace(runs_dir=str(tmp_path), parallel=None, at_once=None, quiet=True)
+    experiments.train_missing(flags, [[first, *others]])
+    assert capsys.readouterr().out == f"training 1 run, 2 reused, in {tmp_path}\n"

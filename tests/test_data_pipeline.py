@@ -253,6 +253,9 @@ def test_missing_parts_are_named_with_the_fix(corpus_folder):
     for wrong in ("nowhere", "manifest.json"):
         with pytest.raises(DataError, match=f"{wrong}: no such corpus; prepare one with: {command}{wrong}"):
             open_corpus(corpus_folder / wrong)
+    misspelt = corpus_folder.with_name(f"{corpus_folder.name}x")
+    with pytest.raises(DataError, match=f"no such corpus; did you mean {corpus_folder}\\? Else prepare one with: {command}"):
+        open_corpus(misspelt)
     (corpus_folder / "tokenizer.json").rename(corpus_folder / "kept")
     with pytest.raises(DataError, match=r"tokenizer\.json: missing, .*prepare it again"):
         open_corpus(corpus_folder)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from launch.comparison import tables
 from launch.comparison.comparison import Absent, Comparison, compare, compare_experiments
@@ -207,6 +208,17 @@ def test_a_picture_of_losses_shows_what_the_runs_have(judged, tmp_path):
     draw_losses(comparison, tmp_path / "c.png")
     a, b, c = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
     assert a == c != b
+
+
+def test_a_run_that_was_not_evaluated_yet_is_drawn_by_its_training_loss(corpus, tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    for steps in (5, 1):  # of 20, from step 0, which alone is evaluated
+        run = read_run(write_run(tmp_path / str(steps), description(corpus, *ZERO_1), lines()[:steps]))
+        draw_losses(compare([run]), tmp_path / "loss.png")
+    begun, started = (figure.axes[0] for figure in drawn)
+    assert begun.get_ylabel() == "training loss (nats)" and len(begun.lines[0].get_xdata()) == 4
+    assert not started.axison and started.texts[0].get_text() == "no loss after step 0 yet"
 
 
 def test_lines_stand_out_from_the_paper():

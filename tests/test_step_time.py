@@ -175,6 +175,8 @@ def test_what_cannot_be_planned_is_refused():
     assert "is no known device; known are cuda, cpu" in refusal("--recipe", "recipes/zero_1", "--device", "h1000")
     assert "it has no bf16" in refusal_of(plan.main, "--device", "v100")
     assert "write 100mbit, 25gbit or 3.2tbit" in refusal_of(plan.main, "--device", "h100", "--interconnect", "400")
+    for device in ((), ("--device", "cpu")):
+        assert "--tokens 1,000,000 plans the time on a GPU; name one" in refusal_of(plan.main, "--tokens", "1M", *device)
     assert "a recipe has its own" in refusal_of(plan.main, "--recipe", "recipes/zero_1", "--precision", "fp32")
 
 

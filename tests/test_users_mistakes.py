@@ -98,6 +98,8 @@ def test_wrong_value_of_a_flag(flag, faults):
     [
         (["--stepz", "3"], "unknown argument '--stepz'; did you mean '--steps'?"),
         (["--step", "3"], "did you mean '--steps'?"),  # no abbreviations
+        (["--learning_rate", "1e-3"], "did you mean '--lr'?"),
+        (["--batch_size=8"], "did you mean '--micro_batch_size' or '--global_batch_size'?"),
         (["stray"], "unknown argument 'stray'"),
         (["--steps"], "--steps: expected one argument"),
         (["--steps", "3", "--tokens", "9"], "--steps 3 and --tokens 9 both set the run's length"),

@@ -201,17 +201,24 @@ def train_missing(
     groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.parallel or flags.at_once)]
     failures: dict[str, str] = {}
     if groups:
-        there = before + len(every) - sum(map(len, groups))
+        reused = len(every) - sum(map(len, groups))
+        ended, total = before + reused, max(total, before + len(every))
         with _locked(runs_dir):
-            failures = _train(flags, groups, {name: name for name in every} | {**(labels or {})}, there, max(total, before + len(every)))
+            failures = _train(flags, groups, {name: name for name in every} | {**(labels or {})}, reused, ended, total)
     return {name: read_run(runs_dir / name) for name in every if (runs_dir / name / "run.json").exists()}, failures
 
 
-def _train(flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels: dict[str, str], there: int, total: int) -> dict[str, str]:
-    """Train the runs of each group; why runs failed, by name. there: the number of runs of `total` that had ended before."""
+def _train(
+    flags: argparse.Namespace, groups: Sequence[Sequence[Trial]], labels: dict[str, str], reused: int, there: int, total: int
+) -> dict[str, str]:
+    """Train the runs of each group; why runs failed, by name.
+
+    there: the number of runs of `total` that had ended before. reused: of these, the number that this call would else train.
+    """
     runs_dir, trials = Path(flags.runs_dir), [trial for group in groups for trial in group]
     together = f"at most {max(map(len, groups))} {'at the same time' if flags.parallel else 'interleaved'}, "
-    print_once(f"training {len(trials)} run{'s' * (len(trials) > 1)}, {together * (len(trials) > len(groups))}in {runs_dir}")
+    together = f"{reused} reused, " * bool(reused) + together * (len(trials) > len(groups))
+    print_once(f"training {len(trials)} run{'s' * (len(trials) > 1)}, {together}in {runs_dir}")
     failures: dict[str, str] = {}
     steps = {trial.name: trial.config.steps_to_make for trial in trials}
     made = {name: _steps_done(runs_dir / name) for name in steps}

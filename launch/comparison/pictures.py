@@ -42,12 +42,12 @@ STYLE: Any = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.r
 
 
 def draw_losses(comparison: Comparison, file: Path | BinaryIO, axis: str = "tokens") -> None:
-    """Draw the validation loss over tokens or seconds, or the training loss without evaluations.
+    """Draw the validation loss over tokens or seconds, or the training loss without evaluations after step 0.
 
     Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs there is one side.
     Thin lines are runs, thick lines the mean over seeds, the band its 95% interval.
     """
-    evaluated = any(np.isfinite(run.columns["val_loss"]).any() for side in comparison.sides for run in side.runs)
+    evaluated = any(np.isfinite(run.columns["val_loss"][run.columns["step"] > 0]).any() for side in comparison.sides for run in side.runs)
     metric = "val_loss" if evaluated else "loss"
     pairs = comparison.pairs
     with rc_context(STYLE):
@@ -74,6 +74,9 @@ def draw_losses(comparison: Comparison, file: Path | BinaryIO, axis: str = "toke
                 axes.grid(alpha=0.25)
             if panels[0].get_legend_handles_labels()[0]:
                 panels[0].legend(fontsize=9, frameon=False)
+            if not panels[0].lines:
+                panels[0].text(0.5, 0.5, "no loss after step 0 yet", ha="center")
+                panels[0].set_axis_off()
         picture.suptitle(
             f"{LOSSES[metric]} over {axis}; thin: each seed, thick: mean, band: 95% interval; ±: standard deviation", fontsize=11
         )

@@ -24,8 +24,10 @@ from launch.comparison.tables import Table, mean, signed, with_interval
 from launch.comparison.trials import CannotRun, Trial, make_trial, only_in_recipe, pair_trials, tuned_by
 from launch.comparison.tuning import CONTROL, edges, in_words, numbers_in, origin_of, published_sweep
 from launch.comparison.verdicts import Interval, paired_interval
+from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.flags import INITIAL, OF_RECIPES, RUN, TRAINING, VALUES, as_words, flags_of, open_recipe, without
 from launch.errors import TrainingFailed, UsageError, nearest
+from recipes.claims import LARGEST
 from recipes.registry import ROOT, Flags, Recipe, Sweep, Testbed
 
 #: The seed of sweeps on testbeds; verdicts use the seeds from 1 on.
@@ -135,10 +137,10 @@ class Swept:
         by_name = {arm.name: {**published[arm.name], "grid": arm.grid, "chosen": arm.chosen} for arm in self.arms}
         return {self.name: {**origin_of(self.runs.values()), **self.about, "arms": by_name}}
 
-    def script(self) -> str:
-        """The commands that train the best point of each side."""
+    def script(self, runs_dir: str | None) -> str:
+        """The commands that train the best point of each side, in `runs_dir` if it is given."""
         best = {arm.name: arm.trials(arm.chosen)[0] for arm in self.arms if arm.chosen is not None}
-        commands = [f"# the best of {name}\n{_command(trial, f'{name}-best')}\n" for name, trial in best.items()]
+        commands = [f"# the best of {name}\n{_command(trial, f'{name}-best', runs_dir)}\n" for name, trial in best.items()]
         return "".join([f"cd {shlex.quote(str(ROOT))}\n", *commands])
 
     def comparison(self) -> Comparison | None:
@@ -179,7 +181,8 @@ class Swept:
                 yield f"{arm.name}: {len(arm.best['losses'])} seeds do not tell the best from {'; '.join(close)}"
             elif gaps and "losses" not in arm.best:
                 second = min(gaps, key=lambda what: gaps[what].mean)
-                yield f"{arm.name}: one seed shows no noise, so {second} ({signed(gaps[second].mean)}) may be as good"
+                if gaps[second].mean <= LARGEST["equal"]:
+                    yield f"{arm.name}: one seed shows no noise, so {second} ({signed(gaps[second].mean)}) may be as good"
 
 
 def sweep(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
@@ -313,7 +316,9 @@ def _check(arm: Arm, force: bool) -> None:
             for name in point.keys() - SWEPT.keys():
                 message = message.replace(f"--set {name}", f"--sweep {name}")
                 unknown = name if f"--sweep {name}: unknown key" in message else unknown
-            raise UsageError(f"{where}: {message}{nearest(unknown, SWEPT) if unknown else ''}") from None
+            if hint := nearest(unknown, [*SWEPT, *deepspeed_schema().keys]):
+                message = re.sub("; (remove it|did you mean .*)$", "", message) + hint
+            raise UsageError(f"{where}: {message}") from None
     mismatches_of([described], force)
 
 
@@ -345,8 +350,8 @@ def _words(point: Flags) -> str:
     return ", ".join(f"{name} {in_words(value)}" for name, value in point.items())
 
 
-def _command(trial: Trial, run_name: str) -> str:
+def _command(trial: Trial, run_name: str, runs_dir: str | None) -> str:
     """The command of a user that trains a trial as it was trained."""
     launcher = "python" if trial.config.ranks == 1 else f"deepspeed --num_gpus {trial.config.ranks}"
-    words = shlex.join([*without(trial.flags, "--save_every"), "--run_name", run_name]).replace(f"{ROOT}/", "")
-    return f"{launcher} launch/pretrain.py {words}"
+    words = [*without(trial.flags, "--save_every"), *as_words({"runs_dir": runs_dir, "run_name": run_name})]
+    return f"{launcher} launch/pretrain.py {shlex.join(words)}".replace(f"{ROOT}/", "")

@@ -27,7 +27,7 @@ CONTROL = "ds_configs/zero0_bf16.json"
 NO_FLAGS = ("loss", "losses", "spikes")
 #: Flag -> its label on an axis of a sweep's picture.
 FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up"}
-#: The range of losses in that picture, in nats.
+#: The range of losses in that picture, in nats; it is larger where it would hold only one point of a side.
 LOSSES_SHOWN = 0.25
 
 
@@ -66,7 +66,7 @@ def write_tuning(found: dict[str, Any], file: Path) -> None:
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
     """Draw the final validation loss over the values of each swept flag: a panel per testbed and flag, with a line per side.
 
-    The panels of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side.
+    The panels of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side, or above the second best.
     """
     panels = dict.fromkeys((name, flag) for name, one in found.items() for arm in one["arms"].values() for flag in _lines(arm["grid"]))
     across = min(3, len(panels))
@@ -80,8 +80,9 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
         for axes in every[len(panels) :]:
             axes.set_axis_off()
         note = "★ chosen" + "; one run per point, with a seed that no verdict uses" * all("seed" in one for one in found.values())
-        above = ("; " if across > 1 else ";\n") + "higher losses are above the frame"
-        picture.supxlabel(note + above * bool(hidden), fontsize=9)
+        diverged = any(None in (point["loss"] for point in arm["grid"]) for one in found.values() for arm in one["arms"].values())
+        notes = [note, *["higher losses are above the frame"] * bool(hidden), *["diverged runs are left out"] * diverged]
+        picture.supxlabel(("; " if across > 1 else ";\n").join(notes), fontsize=9)
         picture.savefig(file, metadata={"Software": None})
 
 
@@ -98,9 +99,11 @@ def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> int:
         for point, x, loss in zip(points, places, losses, strict=True):
             if arms[config]["chosen"] and point[flag] == arms[config]["chosen"][flag]:
                 axes.plot(x, loss, marker="*", markersize=14, color=color, markeredgecolor="black")
-    bests = [min(losses) for arm in arms.values() if (losses := [point["loss"] for point in arm["grid"] if point["loss"] is not None])]
-    highest = max(bests, default=0.0) + LOSSES_SHOWN
-    axes.set_ylim(min(bests, default=0.0) - 0.02, highest)
+    bests = [min(losses) for arm in arms.values() if (losses := _losses(arm["grid"]))]
+    lowest = min(bests, default=0.0)
+    seconds = [losses[1] for arm in arms.values() for points in _lines(arm["grid"]).values() if len(losses := _losses(points)) > 1]
+    highest = max(max(bests, default=0.0) + LOSSES_SHOWN, lowest + 1.05 * (max(seconds, default=lowest) - lowest))
+    axes.set_ylim(lowest - max(0.02, 0.05 * (highest - lowest)), highest)
     axes.set_ylabel("final validation loss\n(nats per token)")
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(values) > 4 else {}
     named = values[:1]
@@ -112,7 +115,12 @@ def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> int:
     axes.margins(x=0.15)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
-    return sum(point["loss"] is None or point["loss"] > highest for points in lines.values() for point in points)
+    return sum(loss > highest for points in lines.values() for loss in _losses(points))
+
+
+def _losses(points: Sequence[Flags]) -> list[float]:
+    """The losses of the points that have not diverged, in ascending order."""
+    return sorted(point["loss"] for point in points if point["loss"] is not None)
 
 
 def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:

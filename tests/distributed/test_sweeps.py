@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from launch.comparison import sweep, tuning
 from launch.comparison.interleaved import free_port
@@ -101,7 +102,6 @@ def test_a_sweep_of_ones_own_model_goes_on_beyond_an_optimum_at_the_edge(corpus,
         "run 2 of 2",
         "run 3 of 3",
     ]
-    assert "one seed shows no noise, so lr" in done.stdout
     _, comment, command = (tmp_path / "out" / "best.sh").read_text().splitlines()
     assert comment == "# the best of zero0_bf16" and command in done.stdout
     python, script, deepspeed_config, config, *rest, run_name, name = shlex.split(command)
@@ -112,6 +112,7 @@ def test_a_sweep_of_ones_own_model_goes_on_beyond_an_optimum_at_the_edge(corpus,
         "--run_name",
         "zero0_bf16-best",
     )
+    assert rest[-2:] == ["--runs_dir", str(tmp_path / "trials")]
     trial = make_trial(config, rest, 1)
     assert trial.config.lr == 3e-2 and (tmp_path / "trials" / trial.name).is_dir(), "the command trains the run that was best"
     again = run_script("launch/compare.py", *words)
@@ -184,6 +185,13 @@ class Loss:
         return [*Swept("own", [self.arm], {}, {}).lines()]
 
 
+def test_the_best_is_trained_in_the_folder_of_the_sweep_if_one_was_given(corpus):
+    arm = Arm("own", {"lr": [1e-3]}, lambda point: [make_trial(tuning.CONTROL, own_flags(corpus), 1)])
+    arm.add({"lr": 1e-3}, [4.0])
+    swept = Swept("own", [arm], {}, {})
+    assert swept.script("my runs").endswith(" --runs_dir 'my runs' --run_name own-best\n") and "--runs_dir" not in swept.script(None)
+
+
 def test_flags_are_varied_one_after_another_or_in_all_combinations():
     def loss(lr: float, steps: int) -> float:
         return abs(math.log(lr / 4)) + abs(steps - 3)
@@ -198,8 +206,9 @@ def test_flags_are_varied_one_after_another_or_in_all_combinations():
         "own: best is lr 4",
         "own: lr 4 is at the edge of its values",
         "own: steps 3 is at the edge of its values",
-        "own: one seed shows no noise",
-    ]
+    ], "no other point is near"
+    near = Loss({"lr": [1, 2]}, lambda lr: 4 + 0.005 * lr)
+    assert near.lines[-1] == "own: one seed shows no noise, so lr 2 (+0.0050) may be as good"
 
 
 @pytest.mark.parametrize(
@@ -263,6 +272,23 @@ def test_an_optimum_at_the_edge_is_found():
     assert tuning.edges(grid[:2], {"lr": 2e-3}) == ["lr"]
     others = [{**one, "min_lr": end, "set": "a=1"} for one, end in zip(grid, (0, 1e-4, 2e-4), strict=True)]
     assert tuning.edges(others, {"min_lr": 0, "set": "a=1"}) == [], "neither 0 nor a word is an edge"
+
+
+@pytest.mark.parametrize(
+    ("losses", "seen", "words"),
+    [
+        ([5.0, 4.2], [5.0, 4.2], "★ chosen"),
+        ([4.2, 4.4, 4.9], [4.2, 4.4], "★ chosen;\nhigher losses are above the frame"),
+        ([4.2, 4.4, None], [4.2, 4.4], "★ chosen;\ndiverged runs are left out"),
+    ],
+)
+def test_the_picture_of_a_sweep_shows_two_points_or_more_and_names_what_it_hides(losses, seen, words, tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    grid = [{"lr": 10.0**-n, "loss": loss} for n, loss in enumerate(losses)]
+    tuning.draw_tuning({"own": {"arms": {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.1}}}}}, tmp_path / "tuning.png")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert [loss for loss in losses if loss and low < loss < high] == seen and drawn[0].get_supxlabel() == words
 
 
 def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
