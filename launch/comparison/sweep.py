@@ -141,7 +141,7 @@ class Swept:
         """The commands that train the best point of each side, in `runs_dir` if it is given."""
         best = {arm.name: arm.trials(arm.chosen)[0] for arm in self.arms if arm.chosen is not None}
         commands = [f"# the best of {name}\n{_command(trial, f'{name}-best', runs_dir)}\n" for name, trial in best.items()]
-        return "".join([f"cd {shlex.quote(str(ROOT))}\n", *commands])
+        return "".join([f"cd {shlex.quote(str(Path.cwd()))}\n", *commands])
 
     def comparison(self) -> Comparison | None:
         """Each recipe at its best point against its control at its own; None without such a pair."""
@@ -351,7 +351,7 @@ def _words(point: Flags) -> str:
 
 
 def _command(trial: Trial, run_name: str, runs_dir: str | None) -> str:
-    """The command of a user that trains a trial as it was trained."""
+    """The command of a user that trains a trial as it was trained, from this folder."""
     launcher = "python" if trial.config.ranks == 1 else f"deepspeed --num_gpus {trial.config.ranks}"
     words = [*without(trial.flags, "--save_every"), *as_words({"runs_dir": runs_dir, "run_name": run_name})]
-    return f"{launcher} launch/pretrain.py {shlex.join(words)}".replace(f"{ROOT}/", "")
+    return f"{launcher} {shlex.join([str(ROOT / 'launch/pretrain.py'), *words])}".replace(f"{Path.cwd()}/", "")

@@ -185,11 +185,14 @@ class Loss:
         return [*Swept("own", [self.arm], {}, {}).lines()]
 
 
-def test_the_best_is_trained_in_the_folder_of_the_sweep_if_one_was_given(corpus):
+def test_the_best_is_trained_where_the_sweep_was(corpus, tmp_path, monkeypatch):
     arm = Arm("own", {"lr": [1e-3]}, lambda point: [make_trial(tuning.CONTROL, own_flags(corpus), 1)])
     arm.add({"lr": 1e-3}, [4.0])
     swept = Swept("own", [arm], {}, {})
-    assert swept.script("my runs").endswith(" --runs_dir 'my runs' --run_name own-best\n") and "--runs_dir" not in swept.script(None)
+    monkeypatch.chdir(tmp_path)
+    folder, _, command = swept.script("my runs").splitlines()
+    assert folder == f"cd {tmp_path}" and command.endswith(" --runs_dir 'my runs' --run_name own-best")
+    assert f" {ROOT}/launch/pretrain.py " in command and "--runs_dir" not in swept.script(None)
 
 
 def test_flags_are_varied_one_after_another_or_in_all_combinations():
