@@ -23,10 +23,17 @@ from launch.training.observers import Observer
 from recipes.registry import make_techniques
 from tests.distributed.jobs import pretrain
 from tests.distributed.muon_jobs import PeakMemory
+from tests.distributed.parity import section
 
 #: Of malloc.h.
 M_MMAP_THRESHOLD = -3
 PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
+
+
+def short_first_step(length: int) -> list[str]:
+    """Flags: the first step of two, which only makes the model states, has 256 tokens, and the second `length`."""
+    schedule = {"difficulty": [256, length], "max_step": [1]}
+    return section("curriculum_learning", {"schedule_type": "fixed_discrete", "schedule_config": schedule})
 
 
 def plan_of(config: RunConfig) -> MemoryPlan:

@@ -164,6 +164,15 @@ def test_a_moved_run_goes_on_as_the_unmoved_one(model, optimizer, before, after,
     assert f"resumed step-{SAVED:08d}, written by {before.ranks} rank" in log and f"at stage {after.stage} in fp32" in log
 
 
+@long
+@pytest.mark.parametrize(("before", "after"), [(L(2, 2), L(3, 3)), (L(1, 3), L(0, 2))], ids=str)
+def test_a_run_is_moved_to_three_ranks_and_from_them(before, after, runs, tmp_path):
+    more = ["--global_batch_size", "12"]
+    folder = runs.copy(before, tmp_path / "moved", *more)
+    assert runs.load(after, folder, *more)["content"] == runs.loaded_by_deepspeed(before, *more)["content"]
+    assert losses(runs.resume(after, folder, *more)) == pytest.approx(losses(runs.unmoved(before, *more)[1]), abs=1e-5)
+
+
 def test_a_moved_run_is_resumed_and_moved_again(runs, tmp_path):
     """After the move it resumes bit for bit; and a start on a third layout finds what the second has written."""
     first, second, third = L(3, 2), L(1, 2), L(2, 1)
