@@ -98,7 +98,7 @@ OF_ONE_BLOCK = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stage", "accumulation", "more"), [(2, 2, []), (3, 1, []), (3, 2, OF_ONE_BLOCK)], ids=["2", "3", "3, scaled"])
+@pytest.mark.parametrize(("stage", "accumulation", "more"), [(2, 2, []), (3, 2, OF_ONE_BLOCK)], ids=["2", "3, scaled"])
 def test_one_of_64_ranks_holds_and_sends_what_is_planned(corpus, tmp_path, stage, accumulation, more):
     """One block of Qwen3-30B-A3B in its full width: a process of 5 GB in place of 64 GPUs."""
     run = flags(corpus, tmp_path, f"zero{stage}_bf16", "--preset", "qwen3-30b-a3b", "--n_layer", "1", "--seq_len", "64", *more)
@@ -153,7 +153,7 @@ QUICK_SLICES = [(2, 2, 3, "qwen3", True, 1), (2, 2, 1, "gpt2", False, 2)]
 SLICES = [
     *((2, 2, 3, "gpt2", True, 1), (2, 2, 1, "qwen3", False, 2)),
     *((2, 4, 1, "gpt2", True, 1), (2, 4, 3, "qwen3", False, 2)),
-    *((4, 4, 1, "qwen3", True, 1), (4, 4, 3, "gpt2", False, 2), (4, 4, 3, "qwen3", True, 1)),
+    *((4, 4, 1, "gpt2", False, 2), (4, 4, 3, "qwen3", True, 1)),
 ]
 
 

@@ -18,7 +18,7 @@ QUICK = [
 ]
 EVERY = [
     # What changes the losses by flags alone.
-    *((name, stages_of(name)[-1], "fp32", 20) for name, one in TECHNIQUES.items() if "," not in name and one.flags and one.base),
+    *((name, stages_of(name)[-2:][0], "fp32", 20) for name, one in TECHNIQUES.items() if "," not in name and one.flags and one.base),
     *((name, "stage 1", "fp32", 20) for name in ("mixture_of_experts", "muon")),
     *((name, stages_of(name)[-1], "bf16", 15) for name in ("lamb", "muon")),
     *(("one_bit_adam", "stage 0", *at) for at in (("fp32", 7), ("bf16", 10))),

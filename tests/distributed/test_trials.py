@@ -157,7 +157,6 @@ def ended(command: Command) -> None:
     [
         pytest.param(signal.SIGINT, 130, [], id="SIGINT-interleaved"),
         pytest.param(signal.SIGTERM, 143, ["--parallel", "2"], id="SIGTERM-parallel"),
-        pytest.param(signal.SIGKILL, -9, [], id="SIGKILL-interleaved"),
         pytest.param(signal.SIGKILL, -9, ["--parallel", "2"], id="SIGKILL-parallel"),
     ],
 )
