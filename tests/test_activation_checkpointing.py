@@ -42,8 +42,7 @@ def test_the_bounds_of_the_docstring():
     "config",
     [
         pytest.param("zero0_fp32", marks=pytest.mark.gate),
-        *(pytest.param(f"zero{stage}_fp32", marks=pytest.mark.long) for stage in (1, 2, 3)),
-        *(pytest.param(f"zero{stage}_bf16", marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero1_bf16", "zero2_fp32", "zero3_bf16")),
     ],
 )
 def test_losses_are_those_without_it(config, two_ranks, corpus, tmp_path):

@@ -113,16 +113,11 @@ ALL = (
 CHECKPOINTED = ("activation_checkpointing.enabled=true",)
 
 
-@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("stage", "changes"),
-    [
-        pytest.param(0, (), marks=pytest.mark.long),
-        pytest.param(1, (), marks=pytest.mark.long),
-        pytest.param(2, ALL, marks=pytest.mark.long),
-        pytest.param(3, CHECKPOINTED, marks=pytest.mark.long),
-    ],
-    ids=["stage 0", "stage 1", "stage 2, with blocks and tokens left out", "stage 3, checkpointed"],
+    ("stage", "changes", "architecture"),
+    [(0, (), "gpt2"), (1, (), "llama"), (2, ALL, "qwen3"), (3, CHECKPOINTED, "gpt2"), (3, CHECKPOINTED, "qwen3")],
+    ids=["stage 0", "stage 1", "stage 2, with blocks and tokens left out", "stage 3, checkpointed", "stage 3, checkpointed, qwen3"],
 )
 def test_emulated_it_trains_as_bf16(stage, changes, architecture, torchao, two_ranks, corpus, tmp_path):
     run = ["--deepspeed_config", f"ds_configs/zero{stage}_bf16.json", *TINY, "--data", str(corpus), "--runs_dir", str(tmp_path)]

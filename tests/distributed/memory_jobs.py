@@ -23,10 +23,17 @@ from launch.training.observers import Observer
 from recipes.registry import make_techniques
 from tests.distributed.jobs import pretrain
 from tests.distributed.muon_jobs import PeakMemory
+from tests.distributed.parity import section
 
 #: Of malloc.h.
 M_MMAP_THRESHOLD = -3
 PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
+
+
+def short_first_step(length: int) -> list[str]:
+    """Flags: a step of 256 tokens, which makes the model states, and one of `length`, after which the tokens of `--steps` are over."""
+    schedule = {"difficulty": [256, length], "max_step": [1]}
+    return ["--steps", "1", *section("curriculum_learning", {"schedule_type": "fixed_discrete", "schedule_config": schedule})]
 
 
 def plan_of(config: RunConfig) -> MemoryPlan:
@@ -151,13 +158,13 @@ class _GrowthOfStep(Observer):
 
 
 def growth_of_step(flags: list[str]) -> dict[str, int]:
-    """Bytes by which this rank's memory grows at most in the second of two steps, measured and planned."""
+    """Bytes by which this rank's memory grows at most in the second step, the last, measured and planned."""
     # What is freed is given back at once. By default glibc keeps blocks below 32 MiB, of which the next step then takes some.
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     libc.malloc_trim(0)
     growth = _GrowthOfStep()
-    pretrain([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0"], [growth])
+    pretrain(flags, [growth])
     plan = plan_of(resolve(flags)[0])
     stands = sum(size for part, size in plan.moments["forward"].items() if part in (*PARTS, "buffers"))
     return {"measured": growth.grown, "planned": plan.peak - stands}

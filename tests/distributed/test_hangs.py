@@ -58,9 +58,7 @@ def torchrun(runs: Path, name: str, flags: list[str]) -> LaunchedRun:
     ("launcher", "rank"),
     [
         pytest.param(deepspeed, 1, marks=pytest.mark.gate),
-        pytest.param(deepspeed, 0, marks=pytest.mark.long),
         pytest.param(torchrun, 0, marks=pytest.mark.long),
-        pytest.param(torchrun, 1, marks=pytest.mark.long),
     ],
 )
 def test_a_stopped_rank_ends_the_job_which_names_it(
@@ -204,10 +202,10 @@ def test_a_failing_run_may_wait_for_its_checkpoint(two_ranks, flags, tmp_path):
 
 @pytest.mark.long
 def test_a_slow_rank_is_not_ended(flags, tmp_path):
-    """Rank 1 is stopped and continued several times, each for less than the time."""
+    """Rank 1 is stopped and continued, each time for less than the time, which both together are longer than."""
     run = deepspeed(tmp_path, "r", [*flags, "--hang_timeout", str(TIMEOUT)]).wait_for_step(3)
     slow = run.rank(1)
-    for _ in range(4):
+    for _ in range(2):
         slow.suspend()
         time.sleep(0.6 * TIMEOUT)
         slow.resume()

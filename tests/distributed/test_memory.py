@@ -20,6 +20,7 @@ from model.gpt import GPT
 from model.layout import DocumentBounds, Layout
 from recipes.sequence_parallel.technique import exchanging
 from tests.commands import ROOT
+from tests.distributed.memory_jobs import short_first_step
 from tests.helpers import config_of
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
@@ -97,9 +98,7 @@ OF_ONE_BLOCK = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("stage", "accumulation", "more"), [(1, 1, []), (2, 2, []), (3, 1, []), (3, 2, OF_ONE_BLOCK)], ids=["1", "2", "3", "3, scaled"]
-)
+@pytest.mark.parametrize(("stage", "accumulation", "more"), [(2, 2, []), (3, 2, OF_ONE_BLOCK)], ids=["2", "3, scaled"])
 def test_one_of_64_ranks_holds_and_sends_what_is_planned(corpus, tmp_path, stage, accumulation, more):
     """One block of Qwen3-30B-A3B in its full width: a process of 5 GB in place of 64 GPUs."""
     run = flags(corpus, tmp_path, f"zero{stage}_bf16", "--preset", "qwen3-30b-a3b", "--n_layer", "1", "--seq_len", "64", *more)
@@ -129,8 +128,9 @@ def test_fp32_sums_of_gradients_are_planned(two_ranks, corpus, tmp_path, stage):
         assert rank["sent"][0] == rank["sent"][1]
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp32", "fp16"))])
+@pytest.mark.parametrize(
+    ("precision", "accumulation"), [("bf16", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in (("fp32", 2), ("fp16", 1)))]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_states_and_bytes_sent_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage, precision, accumulation):
     batch = ["--micro_batch_size", "1", "--global_batch_size", str(2 * accumulation), "--run_name", "r"]
@@ -151,17 +151,15 @@ def test_model_states_and_bytes_sent_are_those_of_the_engine(two_ranks, corpus, 
 
 QUICK_SLICES = [(2, 2, 3, "qwen3", True, 1), (2, 2, 1, "gpt2", False, 2)]
 SLICES = [
-    (size, ranks, stage, architecture, checkpointed, 1 if checkpointed else 2)
-    for size, ranks in ((2, 2), (2, 4), (4, 4))
-    for stage in (1, 3)
-    for architecture in ("gpt2", "qwen3")
-    for checkpointed in (False, True)
+    *((2, 2, 3, "gpt2", True, 1), (2, 2, 1, "qwen3", False, 2)),
+    *((2, 4, 1, "gpt2", True, 1), (2, 4, 3, "qwen3", False, 2)),
+    *((4, 4, 1, "gpt2", False, 2), (4, 4, 3, "qwen3", True, 1)),
 ]
 
 
 @pytest.mark.parametrize(
     ("size", "ranks", "stage", "architecture", "checkpointed", "accumulation"),
-    [*QUICK_SLICES, *(pytest.param(*cell, marks=pytest.mark.long) for cell in SLICES if cell not in QUICK_SLICES)],
+    [*QUICK_SLICES, *(pytest.param(*cell, marks=pytest.mark.long) for cell in SLICES)],
 )
 def test_ranks_that_share_rows_send_what_is_planned(pools, corpus, tmp_path, size, ranks, stage, architecture, checkpointed, accumulation):
     """Of qwen3, with two heads of keys and values, which four ranks repeat. Accumulation is of two micro-batches."""
@@ -175,7 +173,7 @@ def test_ranks_that_share_rows_send_what_is_planned(pools, corpus, tmp_path, siz
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("tiled", "lengths", "bar"), [(False, (4096, 8192), 0.55), (True, (16_384, 32_768), 0.6)])
+@pytest.mark.parametrize(("tiled", "lengths", "bar"), [(False, (8192,), 0.55), (True, (16_384, 32_768), 0.6)])
 def test_the_peak_of_long_sequences_is_what_is_planned(tiled, lengths, bar, pools, tmp_path):
     """Of GPT-2's vocabulary, whose logits are most of it: they are of a rank's tokens only. Tiles leave what still grows."""
     for split, size in (("train", 50_000), ("val", 40_000)):  # as nanoGPT has them
@@ -186,12 +184,13 @@ def test_the_peak_of_long_sequences_is_what_is_planned(tiled, lengths, bar, pool
     run += ["--set", f"sequence_tiling.enabled={str(tiled).lower()}"]
     for size, length in itertools.product((1, 2), lengths):
         words = ["--seq_len", str(length), "--set", f"sequence_parallel_size={size}", "--run_name", f"{size}-{length}"]
+        words += short_first_step(length)
         for found in pools.of(size).run("tests.distributed.memory_jobs:growth_of_step", flags=[*run, *words]):
             print(size, length, found)
             assert found["measured"] == pytest.approx(found["planned"], rel=0.1)
             peaks[size, length] = max(found["measured"], peaks.get((size, length), 0))
     least = {size: peaks[size, lengths[0]] if tiled else 0 for size in (1, 2)}
-    assert peaks[2, lengths[1]] - least[2] <= bar * (peaks[1, lengths[1]] - least[1])
+    assert peaks[2, lengths[-1]] - least[2] <= bar * (peaks[1, lengths[-1]] - least[1])
 
 
 def largest(ranks: list[dict]) -> dict[str, int]:

@@ -123,7 +123,7 @@ MOMENTS = [within_a_step, while_a_checkpoint_is_written]
     ("stage", "ranks", "moments"),
     [
         pytest.param(3, 2, MOMENTS[1:], marks=pytest.mark.gate),
-        *(pytest.param(stage, ranks, MOMENTS, marks=long) for stage in (1, 3) for ranks in (1, 2)),
+        *(pytest.param(*case, MOMENTS, marks=long) for case in ((1, 1), (3, 2))),
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, run, of, pools, tmp_path):
@@ -152,7 +152,7 @@ def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, run, of, pools,
         pytest.param("zero3_fp32", [], marks=pytest.mark.gate),
         ("zero2_fp32", ["--dropout", "0.2"]),
         ("zero1_fp32", OFFLOAD),
-        *(pytest.param(f"zero{stage}_{precision}", [], marks=long) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+        *(pytest.param(name, [], marks=long) for name in ("zero0_fp32", "zero1_fp32", "zero0_bf16", "zero1_bf16", "zero3_bf16")),
         pytest.param("zero2_fp32", OFFLOAD, marks=long),
     ],
 )
@@ -188,7 +188,7 @@ def test_dropout_draws_other_masks_for_each_seed_step_micro_step_and_rank():
 
 # --- beside training --------------------------------------------------------------------------------------------------------------
 
-OTHERS = ("zero0_bf16", "zero3_fp32", "zero0_fp32", "zero1_fp32", "zero_offload", "one_bit_adam", "lamb")
+OTHERS = ("zero0_bf16", "zero3_fp32", "zero_offload", "one_bit_adam")
 
 
 @pytest.mark.parametrize("config", ["zero2_bf16", "zero_one_adam", *(pytest.param(name, marks=long) for name in OTHERS)])
@@ -270,7 +270,7 @@ def test_a_finished_run_goes_on_to_more_steps(run, two_ranks, finished):
     [
         *(
             pytest.param(name, {}, {"betas": [0.5, 0.75], "eps": 1e-6, "weight_decay": 0.25}, marks=[] if name == "zero2_fp32" else long)
-            for name in ("zero2_fp32", "zero0_bf16", "zero1_bf16", "zero3_bf16", "lamb", "one_bit_lamb", "zero_one_adam")
+            for name in ("zero2_fp32", "zero0_bf16", "zero3_bf16", "lamb", "one_bit_lamb", "zero_one_adam")
         ),
         ("zero0_fp32", {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}, {"momentum": 0.5}),
     ],
@@ -346,7 +346,7 @@ def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):
     assert not (tmp_path / "step-00000003").exists()
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=long) for stage in (0, 2, 3))])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=long) for stage in (0, 3))])
 def test_the_rule_of_the_loss_scale_is_the_resumed_runs(stage, run, two_ranks):
     """The scale itself is that of the checkpoint."""
     rule = {"initial_scale_power": 6, "loss_scale_window": 2, "min_loss_scale": 32}

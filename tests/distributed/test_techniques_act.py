@@ -41,7 +41,7 @@ def test_blocks_run_on_what_a_step_plans_and_in_evaluation_on_everything(name, o
     ("name", "model", "form", "more"),
     [
         ("progressive_layer_drop, compiled", "gpt2", "stage 1", []),
-        *(("fused_kernels, compiled", model, "stage 3", CHECKPOINTED) for model in ("llama", "qwen3")),
+        ("fused_kernels, compiled", "qwen3", "stage 3", CHECKPOINTED),
     ],
 )
 def test_a_run_compiles_no_more_after_its_first_steps(name, model, form, more, two_ranks, corpus, tmp_path):
@@ -67,10 +67,10 @@ def test_documents_are_evaluated_one_by_one_too(two_ranks, short_documents, tmp_
 FUSED = section("fused_kernels.attention", True)
 WITHOUT_MASK = [
     ("no_cross_document", "gpt2", "stage 3", CHECKPOINTED, pytest.mark.gate),
-    *(("no_cross_document", "qwen3", f"stage {stage}", CHECKPOINTED, long) for stage in (1, 3)),
-    *(("no_cross_document", "llama", f"stage {stage}", [*FUSED, *CHECKPOINTED], long) for stage in range(4)),
+    ("no_cross_document", "qwen3", "stage 1", CHECKPOINTED, long),
+    *(("no_cross_document", "llama", stage, [*FUSED, *CHECKPOINTED], long) for stage in ("stage 0", "stage 3")),
     ("no_cross_document", "llama", "stage 3", [*COMPILED, *CHECKPOINTED], long),
-    *(("random_ltd, no_cross_document", model, "stage 3", CHECKPOINTED, long) for model in ("gpt2", "qwen3")),
+    ("random_ltd, no_cross_document", "qwen3", "stage 3", CHECKPOINTED, long),
 ]
 
 
@@ -97,9 +97,9 @@ GRADIENTS = [
     (2, "bf16", 2, []),
     (3, "fp32", 2, []),
     pytest.param(3, "fp32", 3, [], marks=long),  # a bias has 64 elements, and parts of 22
-    *(pytest.param(stage, "fp32", 2, [], marks=long) for stage in (1, 2)),
-    *(pytest.param(stage, "bf16", 3 if stage == 3 else 2, [], marks=long) for stage in (0, 1, 3)),
-    *(pytest.param(stage, "bf16", 3 if stage == 3 else 2, FP32_SUMS, marks=long) for stage in (2, 3)),
+    pytest.param(1, "fp32", 2, [], marks=long),
+    *(pytest.param(stage, "bf16", 3 if stage == 3 else 2, [], marks=long) for stage in (0, 3)),
+    pytest.param(2, "bf16", 2, FP32_SUMS, marks=long),
 ]
 
 
@@ -119,7 +119,7 @@ def test_twice_the_gradients_at_half_the_rate_are_the_same_run(stage, precision,
     assert plain[-1][0] < plain[0][0] - 0.1
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=long) for stage in (1, 2, 3))])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=long) for stage in (2, 3))])
 def test_a_planned_accumulation_trains_what_the_usual_one_trains(stage, two_ranks, corpus, tmp_path):
     """The same 16 sequences a step: 2 micro-batches of 4 on each rank, but 8 of 1 in odd steps and 1 of 8 in every third."""
     run = [*flags(corpus, tmp_path, SMALL, f"stage {stage}", 2, 1), "--steps", "6", "--global_batch_size", "16", "--micro_batch_size", "4"]

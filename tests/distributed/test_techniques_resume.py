@@ -17,12 +17,14 @@ QUICK = [
     ("zero_one_adam", "stage 0", "bf16", 20),
 ]
 EVERY = [
-    *((name, stages_of(name)[-1], "fp32", 20) for name in TECHNIQUES if "," not in name),
+    # What changes the losses by flags alone.
+    *((name, stages_of(name)[-2:][0], "fp32", 20) for name, one in TECHNIQUES.items() if "," not in name and one.flags and one.base),
     *((name, "stage 1", "fp32", 20) for name in ("mixture_of_experts", "muon")),
     *((name, stages_of(name)[-1], "bf16", 15) for name in ("lamb", "muon")),
-    *((name, "stage 0", *at) for name in ("one_bit_adam", "one_bit_lamb") for at in (("fp32", 7), ("bf16", 10), ("bf16", 17))),
+    *(("one_bit_adam", "stage 0", *at) for at in (("fp32", 7), ("bf16", 10))),
+    *(("one_bit_lamb", "stage 0", *at) for at in (("fp32", 10), ("bf16", 17))),
     # Between renewals, after the last, between exchanges and after one.
-    *(("zero_one_adam", "stage 0", "fp32", step) for step in (8, 10, 15, 16, 22)),
+    *(("zero_one_adam", "stage 0", "fp32", step) for step in (8, 10, 15, 16)),
     ("zero_one_adam", "stage 0", "fp16", 15),
 ]
 

@@ -152,8 +152,14 @@ def ended(command: Command) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [[], ["--parallel", "2"]], ids=["interleaved", "parallel"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code", "more"),
+    [
+        pytest.param(signal.SIGINT, 130, [], id="SIGINT-interleaved"),
+        pytest.param(signal.SIGTERM, 143, ["--parallel", "2"], id="SIGTERM-parallel"),
+        pytest.param(signal.SIGKILL, -9, ["--parallel", "2"], id="SIGKILL-parallel"),
+    ],
+)
 def test_an_interrupted_comparison_is_resumed(number, code, more, corpus, tmp_path):
     steps = 40 * STEPS
     words = ["--seeds", "1", "--ranks", "1", *flags(corpus, steps)]
