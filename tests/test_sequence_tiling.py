@@ -21,7 +21,7 @@ from launch.config.flags import as_words
 from launch.config.run_config import resolve
 from model.gpt import GPT, MLP, Head
 from recipes.sequence_tiling.technique import TILE, tiled_loss, tiled_mlp
-from tests.distributed.memory_jobs import plan_of, short_first_step
+from tests.distributed.memory_jobs import plan_of
 from tests.distributed.parity import SHAPES, flags, section
 from tests.helpers import ROOT, config_of, explained, sparse_corpus
 
@@ -191,7 +191,7 @@ def test_a_long_sequence_takes_the_planned_memory(length, tile, limit, tmp_path)
     """limit: GiB resident. Python and its libraries, which a plan leaves out, are those of a run of a tiny model."""
     data = tokens_of_gpt2(tmp_path / "data")
     libraries, least = peak_and_plan(data, tmp_path / "tiny", *as_words({"n_layer": 1, "d_model": 8, "seq_len": 16}))
-    size = [*as_words({"n_layer": 2, "d_model": 256, "seq_len": length}), *short_first_step(length)]
+    size = as_words({"n_layer": 2, "d_model": 256, "seq_len": length})
     peak, planned = peak_and_plan(data, tmp_path / "long", *size, *section("sequence_tiling.tile", tile))
     print(f"{length} tokens: {peak / 2**30:.2f} GiB, {libraries / 2**30:.2f} of them libraries, planned {planned / 2**30:.2f}")
     assert peak < limit * 2**30

@@ -72,9 +72,8 @@ def data(request: pytest.FixtureRequest, name: str) -> Path:
 @functools.cache
 def alone(pools: Pools, name: str, model: str, data: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The weights of one rank at stage 0, which is trained once."""
-    return pools.of(1).run(TRAINED, flags=technique_flags(name, data, Path(tempfile.mkdtemp(dir=folder)), "stage 0", 1, 3, model=model))[0][
-        1
-    ]
+    run = technique_flags(name, data, Path(tempfile.mkdtemp(dir=folder)), "stage 0", 1, 3, model=model)
+    return pools.of(1).run(TRAINED, flags=run)[0][1]
 
 
 @pytest.mark.usefixtures("measured_text")

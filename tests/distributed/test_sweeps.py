@@ -122,9 +122,9 @@ def test_a_sweep_of_ones_own_model_goes_on_beyond_an_optimum_at_the_edge(corpus,
 
 @pytest.mark.long
 def test_a_sweep_of_two_sides_continues_after_a_kill_and_finds_what_single_runs_find(corpus, tmp_path):
-    """On two ranks. Its command was killed in the second of four trials, with the whole process group."""
+    """On two ranks. Its command was killed in the second of six trials, with the whole process group."""
     shape = [*own_flags(corpus), "--n_layer", "2", "--steps", "40", "--global_batch_size", "4", "--ranks", "2"]
-    words = [*shape, "--sweep", "lr=1e-3,4e-3"]
+    words = [*shape, "--sweep", "lr=1e-3,2e-3,4e-3"]
     command = Command(tmp_path, "out", *words)
     command.wait_for_steps(10)
     os.killpg(command.process.pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def test_a_sweep_of_two_sides_continues_after_a_kill_and_finds_what_single_runs_
     again = Command(tmp_path, "out", *words)
     output = again.process.communicate(timeout=4 * PATIENCE_SECONDS)[0]
     assert again.process.returncode == 0, output
-    assert "run 2 of 4" in output and "run 4 of 4" in output and "run 1 of 4" not in output
+    assert "run 2 of 6" in output and "run 6 of 6" in output and "run 1 of 6" not in output
     assert {run.name: resumed_after(run) for run in command.folders() if before.get(run.name, 40) < 40} == {
         name: steps for name, steps in before.items() if steps < 40
     }, "from the checkpoint that its ranks wrote"
@@ -153,7 +153,7 @@ def test_a_sweep_of_two_sides_continues_after_a_kill_and_finds_what_single_runs_
             str(tmp_path / "single"),
         ]
         losses = {}
-        for rate in (1e-3, 4e-3):
+        for rate in (1e-3, 2e-3, 4e-3):
             place = words.index("--lr")
             single = [*words[: place + 1], str(rate), *words[place + 2 :], "--run_name", f"{name}-{rate}"]
             subprocess.run(single, cwd=ROOT, check=True, capture_output=True, timeout=4 * PATIENCE_SECONDS)
