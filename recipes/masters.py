@@ -22,7 +22,7 @@ class Fragment(NamedTuple):
     length: int
 
 
-class Master(NamedTuple):
+class UpdatedTensor(NamedTuple):
     """A tensor that the optimizer updates, and the fragment that it holds of each parameter of its group; a fragment may be empty."""
 
     tensor: torch.Tensor
@@ -38,7 +38,7 @@ def fragments_of_rank(group: Iterable[tuple[str, int, int]], rank: int, part: in
     return fragments
 
 
-def master_weights(ds_engine: Any) -> Iterator[Master]:
+def master_weights(ds_engine: Any) -> Iterator[UpdatedTensor]:
     """The tensors that this rank's optimizer updates, in its order."""
     wrapper, rank = ds_engine.optimizer, ds_engine.global_rank
     names = {id(parameter): name for name, parameter in ds_engine.module.named_parameters()}
@@ -46,7 +46,7 @@ def master_weights(ds_engine: Any) -> Iterator[Master]:
         halves = getattr(wrapper, "fp16_groups", None) or [group["params"] for group in wrapper.param_groups]
         fulls = getattr(wrapper, "fp32_groups", None) or halves
         for half, full in ((half, full) for group in zip(halves, fulls, strict=True) for half, full in zip(*group, strict=True)):
-            yield Master(full, [Fragment(names[id(half)], 0, 0, half.numel())])
+            yield UpdatedTensor(full, [Fragment(names[id(half)], 0, 0, half.numel())])
     elif ds_engine.zero_optimization_stage() == 3:
         for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True):
             fragments, start = [], 0
@@ -55,11 +55,11 @@ def master_weights(ds_engine: Any) -> Iterator[Master]:
                 (own,) = fragments_of_rank([(names[id(parameter)], 0, parameter.ds_numel)], rank, each)
                 fragments.append(own._replace(start=start))
                 start += each
-            yield Master(flat, fragments)
+            yield UpdatedTensor(flat, fragments)
     else:
         groups = zip(
             wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, wrapper.single_partition_of_fp32_groups, strict=True
         )
         for group, offsets, flat in groups:
             offsets_and_sizes = [(names[id(one)], offset, one.numel()) for one, offset in zip(group, offsets, strict=True)]
-            yield Master(flat, fragments_of_rank(offsets_and_sizes, rank, flat.numel()))
+            yield UpdatedTensor(flat, fragments_of_rank(offsets_and_sizes, rank, flat.numel()))

@@ -451,7 +451,7 @@ def test_times_are_compared_of_runs_with_20_timed_steps_or_more(timed, compared,
     runs = [make(f"a{seed}", ZERO_1, seed, step_seconds=0.5) for seed in (1, 2)]
     runs += [make("b1", PLD, 1, step_seconds=0.4), make("b2", PLD, 2, of_steps=lines(step_seconds=0.4)[: 11 + timed])]
     comparison = compare(runs)
-    assert list(comparison.pairs[0].figures["step_seconds"].by_seed) == compared
+    assert list(comparison.pairs[0].figures["step_seconds"].paired_values) == compared
     short = [make(name, flags, of_steps=lines()[: 11 + timed]) for name, flags in (("c", ZERO_1), ("d", PLD))]
     comparison = compare(short)
     (pair,) = comparison.pairs

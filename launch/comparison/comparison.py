@@ -108,7 +108,7 @@ class Figure:
     ratio: Interval | None
 
     @property
-    def by_seed(self) -> dict[int, tuple[float, float]]:
+    def paired_values(self) -> dict[int, tuple[float, float]]:
         """The values of control and recipe by seed, where both are finite."""
         both = {seed: (self.control[seed], self.other[seed]) for seed in self.control if seed in self.other}
         return {seed: pair for seed, pair in both.items() if np.isfinite(pair).all()}
@@ -382,7 +382,7 @@ def _figure(name: str, control: Measures, other: Measures) -> Figure | None:
     found = Figure(before, after, None, None)
     if name in TO_TARGET and not all(map(math.isfinite, values)):
         return found  # without the runs that did not reach it, the rest would look faster
-    control_values, own_values = ([pair[side] for pair in found.by_seed.values()] for side in (0, 1))
+    control_values, own_values = ([pair[side] for pair in found.paired_values.values()] for side in (0, 1))
     ratio = None if name.startswith(LOSS) or name == EQUAL_TIME else paired_interval(control_values, own_values, "ratio")
     return replace(found, difference=paired_interval(control_values, own_values), ratio=ratio)
 

@@ -87,8 +87,8 @@ class Arm:
     def add(self, point: Flags, losses: Sequence[float]) -> None:
         """Add a point that has ended, with the loss of each seed."""
         mean = sum(losses) / len(losses)
-        by_seed = {"losses": losses} if len(losses) > 1 and math.isfinite(mean) else {}
-        self.grid.append({**point, "loss": mean if math.isfinite(mean) else None, **by_seed})
+        of_seeds = {"losses": losses} if len(losses) > 1 and math.isfinite(mean) else {}
+        self.grid.append({**point, "loss": mean if math.isfinite(mean) else None, **of_seeds})
 
     def rounds(self) -> Iterator[list[Flags]]:
         """The points to train in each round; those of a round that have ended must be in `grid` before the next one is asked for."""

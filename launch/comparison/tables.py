@@ -186,7 +186,7 @@ def by_seed(pair: Pair) -> str:
 
 def loss_gaps(pair: Pair) -> dict[int, float]:
     """Seed -> the difference of the final losses, in nats per token. Empty if fewer than two seeds have both."""
-    losses = pair.figures[LOSS].by_seed if LOSS in pair.figures else {}
+    losses = pair.figures[LOSS].paired_values if LOSS in pair.figures else {}
     return {seed: other - control for seed, (control, other) in losses.items()} if len(losses) > 1 else {}
 
 

@@ -102,16 +102,16 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
     communication = around + (8 * exchanged / link if link else 0.0)
     overlapping, during = _overlap(run, sent - exchanged)
     hidden = min(around * overlapping, during * compute)
-    step = compute + communication - hidden
+    seconds = compute + communication - hidden
     return {
         "arithmetic_seconds": compute,
         "communication_seconds": communication,
         "overlapped_seconds": hidden,
-        "step_seconds": step,
-        "tokens_per_second_and_gpu": run.total_tokens / steps / step / run.ranks,
-        "days": steps * step / 86_400,
+        "step_seconds": seconds,
+        "tokens_per_second_and_gpu": run.total_tokens / steps / seconds / run.ranks,
+        "days": steps * seconds / 86_400,
         "days_without_overlap": steps * (compute + communication) / 86_400,
-        "gpu_hours": steps * step * run.ranks / 3_600,
+        "gpu_hours": steps * seconds * run.ranks / 3_600,
     }
 
 

@@ -17,7 +17,7 @@ import torch
 from launch.errors import UsageError
 from launch.formats.deepspeed_files import DeepSpeedFiles, DeepSpeedLayout, Piece, copy_pieces
 from launch.training.deepspeed_fixes.resume import SETTINGS, scaler_of, take_scale
-from recipes.masters import Fragment, Master, master_weights
+from recipes.masters import Fragment, UpdatedTensor, master_weights
 
 #: Keys of the checkpoint's groups that a move does not copy: settings of this run, and the step, which each parameter's state has.
 NOT_COPIED = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
@@ -92,7 +92,7 @@ class Move:
                 self._wrapper._link_all_hp_params()
         self._load_counters()
 
-    def _load_optimizer(self, masters: list[Master]) -> None:
+    def _load_optimizer(self, masters: list[UpdatedTensor]) -> None:
         counts_in_python = type(self._optimizer).__module__.startswith("deepspeed.")
         states: dict[int, dict[str, Any]] = {}
         for index, (tensor, fragments) in enumerate(masters):
