@@ -1,5 +1,7 @@
 """Decides whether a claim about a recipe holds, fails, or is inconclusive, from the runs of its own experiment.
 
+`launch.comparison.comparison` asks for no verdict before all planned seeds have ended, and for none on times that were not interleaved.
+
 Recipe and control are run with the same seeds. The two runs of a seed are a pair, so the effect that the seed has on both cancels in their
 difference or ratio. A claim says that the true mean over pairs is between two bounds ("equal"), or below one (all other questions). The
 two-sided 95% confidence interval of the mean (Student, 1908; of ratios in logarithms, so their mean is geometric) decides:

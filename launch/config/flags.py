@@ -40,7 +40,7 @@ MOST_STEPS_UNSAVED = 1_000
 #: `--resume=must` refuses to start without a checkpoint; plain `--resume` then starts at step 0.
 MUST = "must"
 #: Flags of one start: `--resume FOLDER` does not repeat them.
-OF_ONE_START = {"help", "resume", "explain", "local_rank", "deepspeed", "run_name", "runs_dir", "branch_from", "ranks", "quiet", "profile"}
+NOT_REPEATED = {"help", "resume", "explain", "local_rank", "deepspeed", "run_name", "runs_dir", "branch_from", "ranks", "quiet", "profile"}
 #: Flags that are paths, which hold also where the run is continued from another folder.
 PATHS = {"deepspeed_config", "recipe", "data", "init_from"}
 #: Flags that replace each other.
@@ -138,7 +138,8 @@ def bits_per_second(text: str) -> float:
 #: What a change of a value means. FIXED: another value is another run, so a resume must not change it; `_fixed_flags` of
 #: launch/training/run_folder/run_json.py adds the model's sizes and what the JSON fixes. TRAINING: it changes the numbers of later steps; a
 #: resume may change it, and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it. RECORD: it changes no
-#: number; a resume lists the change. START: it belongs to one start of the run.
+#: number; a resume lists the change. START: it belongs to one start of the run, and a
+#: resume does not list it.
 FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "record", "start"
 #: The groups of flags, with their titles in --help.
 TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"
@@ -443,7 +444,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     origins |= {name: f"--{name}" if name in now else run_json for name in given(build_parser(), argv)}
     keys = [setting.partition("=")[0] for setting in flags.overrides]
     settings = [setting for at, setting in enumerate(flags.overrides) if keys[at] not in keys[at + 1 :]]  # the last one of each key
-    repeated = {name: getattr(flags, name) for name in sorted({*origins, "data"} - OF_ONE_START)} | {"overrides": settings}
+    repeated = {name: getattr(flags, name) for name in sorted({*origins, "data"} - NOT_REPEATED)} | {"overrides": settings}
     flags.origins, flags.given = origins, repeated
     return flags, recipe
 
@@ -478,7 +479,7 @@ def with_recorded(argv: list[str]) -> tuple[list[str], str]:
         UsageError: there is no such run, or the command names another one.
     """
     flags, names = build_parser().parse(argv), given(build_parser(), argv)
-    left_out = OF_ONE_START.union(*(group for group in ALTERNATIVES if group & names))
+    left_out = NOT_REPEATED.union(*(group for group in ALTERNATIVES if group & names))
     if flags.resume not in (False, True, MUST):
         if names & {"run_name", "runs_dir"}:
             raise UsageError(f"--resume {flags.resume} names the run; leave out --run_name and --runs_dir")
@@ -568,7 +569,7 @@ def without(arguments: Sequence[str], *names: str, values: Callable[[str], bool]
 
 def _check_names(flags: argparse.Namespace) -> None:
     """Refuse empty paths, and run names that are not plain folder names."""
-    for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from", "branch_from"):
+    for name in sorted(PATHS | {"runs_dir", "branch_from"}):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
     for name in ("device", "mfu", "interconnect", "gpu_link"):

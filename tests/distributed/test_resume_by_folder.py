@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.config.flags import OF_ONE_START
+from launch.config.flags import NOT_REPEATED
 from launch.config.run_config import RunConfig, resolve
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.training.run_folder.provenance import describe_run
@@ -87,7 +87,7 @@ def test_the_latest_flags_win_and_what_was_derived_follows_the_length(start, tmp
     assert second.origins["lr"] == "runs/a/run.json"
     third = start("--resume", "./runs/a", "--steps", "50", "--set", "zero_optimization.stage=2")
     assert (third.steps, third.eval_every, third.zero_stage, third.origins["steps"]) == (50, 5, 2, "--steps")
-    assert not OF_ONE_START & third.given.keys() and not {"tokens"} & third.given.keys()
+    assert not NOT_REPEATED & third.given.keys() and not {"tokens"} & third.given.keys()
 
 
 def test_must_is_a_word_and_a_folder_of_that_name_is_a_path(start, tmp_path):

@@ -1,4 +1,4 @@
-"""Every correction of DeepSpeed, and of torch under it, of what is wrong or slow. `corrections.py` lists them, with their probes.
+"""All changes to DeepSpeed, and to torch under it, where something is wrong or slow. `corrections.py` lists them, with their probes.
 
 Three are called where they are needed, before an engine is initialized: `half_products.py`, and `load_extension` and
 `skip_extension_of_cpu_ranks` in `start_up.py`. `norms.py`, `mean_norm.py` and `probe_engine.py` help several corrections. To add one:

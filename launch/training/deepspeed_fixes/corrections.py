@@ -7,8 +7,8 @@ something that is right or faster in any case.
 They are applied in this order: a probe sees what the ones before it have corrected.
 
 The faults were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` and `test_nvme.py` train with and without the
-corrections that are listed in `tests/distributed/correction_jobs.py`. To remove one, delete its line here, its functions, its entry there
-if it has one, and its row in `docs/deepspeed-faults.md`.
+corrections that are listed in `tests/distributed/correction_jobs.py`. To remove one, delete its line here, its functions, its entry and
+jobs there, its row in `docs/deepspeed-faults.md`, and what `git grep` finds of both names.
 """
 
 from __future__ import annotations
