@@ -20,7 +20,7 @@ from tqdm import tqdm
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import run_interleaved
 from launch.comparison.runs import Run, progress, read_run
-from launch.comparison.trials import CannotRun, PairedTrials, Trial, corpus_command, fitting_groups, in_order, pair_trials
+from launch.comparison.trials import CannotRun, PairedTrials, Trial, corpus_command, in_order, interleaved_groups, pair_trials
 from launch.config.flags import open_recipe, without
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, bar_options, print_once, printable_line
@@ -198,7 +198,7 @@ def train_missing(
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     if flags.parallel:
         missing = [[trial for trials in missing for trial in trials]]
-    groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.parallel or flags.at_once)]
+    groups = [group for trials in missing if trials for group in interleaved_groups(trials, flags.parallel or flags.at_once)]
     failures: dict[str, str] = {}
     if groups:
         reused = len(every) - sum(map(len, groups))

@@ -184,7 +184,7 @@ def _environment() -> dict[str, Any]:
     return {**versions(), **kind, "instructions": cpu_instructions()}
 
 
-def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:
+def interleaved_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:
     """`trials` in groups of runs that are interleaved: of `at_once` runs, or of as many as fit in memory by their plans."""
     device = device_type()
     on_gpu = device == "cuda"

@@ -27,7 +27,7 @@ CONTROL = "ds_configs/zero0_bf16.json"
 NO_FLAGS = ("loss", "losses", "spikes")
 #: Flag -> its label on an axis of a sweep's picture.
 FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up"}
-#: The range of losses in that picture, in nats; it is larger where it would hold only one point of a side.
+#: The range of losses in that picture, in nats; it is larger where it would not hold three points of a side.
 LOSSES_SHOWN = 0.25
 
 
@@ -66,7 +66,7 @@ def write_tuning(found: dict[str, Any], file: Path) -> None:
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
     """Draw the final validation loss over the values of each swept flag: a panel per testbed and flag, with a line per side.
 
-    The panels of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side, or above the second best.
+    The panels of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side, or at the third best.
     """
     panels = dict.fromkeys((name, flag) for name, one in found.items() for arm in one["arms"].values() for flag in _lines(arm["grid"]))
     across = min(3, len(panels))
@@ -101,8 +101,8 @@ def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> int:
                 axes.plot(x, loss, marker="*", markersize=14, color=color, markeredgecolor="black")
     bests = [min(losses) for arm in arms.values() if (losses := _losses(arm["grid"]))]
     lowest = min(bests, default=0.0)
-    seconds = [losses[1] for arm in arms.values() for points in _lines(arm["grid"]).values() if len(losses := _losses(points)) > 1]
-    highest = max(max(bests, default=0.0) + LOSSES_SHOWN, lowest + 1.05 * (max(seconds, default=lowest) - lowest))
+    thirds = [losses[:3][-1] for arm in arms.values() for points in _lines(arm["grid"]).values() if (losses := _losses(points))]
+    highest = max(max(bests, default=0.0) + LOSSES_SHOWN, lowest + 1.05 * (max(thirds, default=lowest) - lowest))
     axes.set_ylim(lowest - max(0.02, 0.05 * (highest - lowest)), highest)
     axes.set_ylabel("final validation loss\n(nats per token)")
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(values) > 4 else {}

@@ -250,7 +250,7 @@ BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 MANY = 16
 
 
-def drop_switched_off(ds_json: DeepSpeedJson, ours: Rules) -> None:
+def drop_removed_if_off(ds_json: DeepSpeedJson, ours: Rules) -> None:
     """Delete the sections that DeepSpeed removed and the file switches off (`"enabled": false`): DeepSpeed would refuse them.
 
     ours: the rules of the top-level sections of the project's own techniques.
@@ -262,7 +262,7 @@ def drop_switched_off(ds_json: DeepSpeedJson, ours: Rules) -> None:
 
 
 def check_keys(ds_json: DeepSpeedJson, ours: Rules) -> None:
-    """Note the faults of all keys and values. ours: as for `drop_switched_off`."""
+    """Note the faults of all keys and values. ours: as for `drop_removed_if_off`."""
     check_section(ds_json, (), deepspeed_schema().keys | ours)
 
 

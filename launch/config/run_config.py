@@ -19,7 +19,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
-from launch.config.deepspeed_json import DeepSpeedJson, check_keys, drop_switched_off, fill_defaults, section_rule, value_at
+from launch.config.deepspeed_json import DeepSpeedJson, check_keys, drop_removed_if_off, fill_defaults, section_rule, value_at
 from launch.config.deepspeed_schema import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.flags import MAX_TOKENS, MOST_STEPS_UNSAVED, VALUES, RunValues, given_fields, parse_flags
 from launch.config.optimizer import check_schedule, fill_optimizer, resolve_optimizer, resolve_schedule
@@ -198,7 +198,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if ds_json.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
             ds_json.fill((section,), dict.fromkeys(keys, "auto"), '"auto"')
     rules = {name: section_rule(cls) for name, cls in claimed.items()}
-    drop_switched_off(ds_json, rules)
+    drop_removed_if_off(ds_json, rules)
     check_keys(ds_json, rules)
     for section, cls in claimed.items():
         if section in ds_json.values and cls.declaration.is_on(ds_json.values[section]):

@@ -281,11 +281,11 @@ def test_an_optimum_at_the_edge_is_found():
     ("losses", "seen", "words"),
     [
         ([5.0, 4.2], [5.0, 4.2], "★ chosen"),
-        ([4.2, 4.4, 4.9], [4.2, 4.4], "★ chosen;\nhigher losses are above the frame"),
+        ([4.2, 4.4, 4.9, 5.9], [4.2, 4.4, 4.9], "★ chosen;\nhigher losses are above the frame"),
         ([4.2, 4.4, None], [4.2, 4.4], "★ chosen;\ndiverged runs are left out"),
     ],
 )
-def test_the_picture_of_a_sweep_shows_two_points_or_more_and_names_what_it_hides(losses, seen, words, tmp_path, monkeypatch):
+def test_the_picture_of_a_sweep_shows_three_points_if_it_can_and_names_what_it_hides(losses, seen, words, tmp_path, monkeypatch):
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     grid = [{"lr": 10.0**-n, "loss": loss} for n, loss in enumerate(losses)]

@@ -22,7 +22,7 @@ from launch.comparison import interleaved
 from launch.comparison import trials as naming
 from launch.comparison.experiments import _paired_trials, script_of, train_missing
 from launch.comparison.interleaved import InterleavedRun, run_interleaved
-from launch.comparison.trials import CODE, CannotRun, Trial, fitting_groups, in_order, pair_trials, settings_on
+from launch.comparison.trials import CODE, CannotRun, Trial, in_order, interleaved_groups, pair_trials, settings_on
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
@@ -305,8 +305,8 @@ def test_an_architecture_is_the_recipes_alone(corpus):
 
 def test_groups_are_what_fits_in_memory(corpus, monkeypatch):
     group = trials(corpus, ranks=2) * 3
-    assert [len(part) for part in fitting_groups(group, 4)] == [4, 2]
-    assert [len(part) for part in fitting_groups(group, 1)] == [1] * 6
+    assert [len(part) for part in interleaved_groups(group, 4)] == [4, 2]
+    assert [len(part) for part in interleaved_groups(group, 1)] == [1] * 6
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 5 * 2**30})())
     # Two ranks of 400 MiB and a small model each, in three quarters of 5 GiB.
-    assert [len(part) for part in fitting_groups(group, None)] == [4, 2]
+    assert [len(part) for part in interleaved_groups(group, None)] == [4, 2]
