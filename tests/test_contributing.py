@@ -142,7 +142,12 @@ def test_the_recipe_trains_and_its_control_too(indexed, run, corpus):
 def test_recipe_and_control_are_compared(indexed, run, corpus):
     (command,) = commands("python launch/compare.py")
     said = run(f"{command} --data {corpus} {SHORT} --seeds 2 --out report").stdout
-    assert "exploratory: no claim is judged" in said and "control: zero1_bf16" in said and "z-loss ends" in said and "(95%: " in said
+    assert (
+        "exploratory: no claim is judged" in said
+        and "control: zero1_bf16" in said
+        and "z-loss ends" in said
+        and " zero1_bf16 (AdamW, ZeRO 1, bf16) (95%: " in said
+    )
     assert (indexed / "report" / "report.html").exists()
 
 

@@ -138,8 +138,7 @@ def bits_per_second(text: str) -> float:
 #: What a change of a value means. FIXED: another value is another run, so a resume must not change it; `_fixed_flags` of
 #: launch/training/run_folder/run_json.py adds the model's sizes and what the JSON fixes. TRAINING: it changes the numbers of later steps; a
 #: resume may change it, and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it. RECORD: it changes no
-#: number; a resume lists the change. START: it belongs to one start of the run, and a
-#: resume does not list it.
+#: number; a resume lists the change. START: it belongs to one start of the run, and a resume does not list it.
 FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "record", "start"
 #: The groups of flags, with their titles in --help.
 TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"
