@@ -1,7 +1,9 @@
-"""The exception for a user's mistake, text made safe to print on one line of a terminal, and the standard streams."""
+"""A mistake as an exception, the name that was meant, text that is safe to print on one line, and the standard streams."""
 
+import difflib
 import os
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 
@@ -17,6 +19,14 @@ def one_line(reason: BaseException, length: int = 200) -> str:
 def printable(text: str, allowed: str = "") -> str:
     """`text` with every non-printable character escaped, such as a terminal's control sequences, except those in `allowed`."""
     return "".join(c if c.isprintable() or c in allowed else c.encode("unicode_escape").decode() for c in text)
+
+
+def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
+    """The closest of `allowed`, or None when nothing is close."""
+    folded = {item.lower(): item for item in allowed}
+    # With one wrong letter of two the similarity is 0.5.
+    matches = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6 if len(name) > 3 else 0.5)
+    return folded[matches[0]] if matches else None
 
 
 def print_line(line: str, stream: TextIO) -> None:

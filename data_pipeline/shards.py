@@ -10,7 +10,6 @@
 """
 
 import contextlib
-import difflib
 import hashlib
 import json
 import mmap
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, nearest_name
 from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest, source_names
 from data_pipeline.nanogpt import is_nanogpt, nanogpt_manifest, sampled_sha256
 
@@ -258,8 +257,8 @@ def open_corpus(path: str | Path) -> Corpus:
     """
     path = Path(path)
     if not path.is_dir():
-        near = difflib.get_close_matches(path.name, [file.parent.name for file in path.parent.glob(f"*/{MANIFEST_FILE}")], n=1)
-        meant = f"did you mean {path.parent / near[0]}? Else " if near else ""
+        near = nearest_name(path.name, (file.parent.name for file in path.parent.glob(f"*/{MANIFEST_FILE}")))
+        meant = f"did you mean {path.parent / near}? Else " if near else ""
         raise DataError(f"{path}: no such corpus; {meant}prepare one with: {PREPARE_COMMAND.format(path)}")
     if is_nanogpt(path):
         return Corpus(path, *nanogpt_manifest(path))

@@ -7,7 +7,6 @@ Every command runs its `main` through `run_command`, which sets the exit code: 0
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import io
 import os
@@ -17,13 +16,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from data_pipeline.errors import DataError, open_standard_streams, printable
+from data_pipeline.errors import DataError, nearest_name, open_standard_streams, printable
 from recipes.registry import RecipeError
 
 #: The exit code of a run that SIGUSR1 or SIGUSR2 has stopped: the batch system should start it again. EX_TEMPFAIL of sysexits.h.
 REQUEUE = os.EX_TEMPFAIL
 #: Errors of the operating system about a path that the user gave.
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+#: What gloo says when the process at the other end has ended.
+_PEER_HAS_ENDED = ("Connection closed by peer", "Connection reset by peer")
 #: Names that other projects use -> ours.
 OTHER_NAMES = {"learning_rate": ("lr",), "batch_size": ("micro_batch_size", "global_batch_size")}
 #: The longest message, in characters, and what is kept of a longer one: its start (where and what) and its end (the fix).
@@ -63,14 +64,6 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     name, allowed = str(name), [*allowed]
     meant = "' or '".join(one for one in allowed if one.lstrip("-") in OTHER_NAMES.get(name.lstrip("-"), ())) or nearest_name(name, allowed)
     return f"; did you mean '{meant}'?" if meant else ""
-
-
-def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
-    """The closest of `allowed`, or None when nothing is close."""
-    folded = {item.lower(): item for item in allowed}
-    # With one wrong letter of two the similarity is 0.5.
-    matches = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6 if len(name) > 3 else 0.5)
-    return folded[matches[0]] if matches else None
 
 
 def is_local_rank_0() -> bool:
@@ -127,8 +120,11 @@ class _ForgivingFile(io.FileIO):
             return len(data)
 
 
-def run_command(main: Callable[[], int | None]) -> None:
-    """Run `main` and exit with the code of its outcome. A user's mistake is printed without a traceback."""
+def run_command(main: Callable[[], int | None], end: Callable[[int], object] = sys.exit) -> None:
+    """Run `main` and exit with the code of its outcome. A user's mistake is printed without a traceback.
+
+    end: exits; `os._exit` skips the interpreter's shutdown, in which the threads of a rank may abort it.
+    """
     open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks
@@ -156,4 +152,16 @@ def run_command(main: Callable[[], int | None]) -> None:
             code = 2
         else:
             raise
-    sys.exit(code)
+    except RuntimeError as reason:  # of gloo
+        if not any(ending in str(reason) for ending in _PEER_HAS_ENDED):
+            raise
+        _print_errors("another rank has ended; its output has the reason")
+        code = 1
+    except SystemExit as done:  # its line is printed
+        if not isinstance(done.code, int | None):
+            raise
+        code = done.code or 0
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    end(code)

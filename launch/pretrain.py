@@ -92,9 +92,7 @@ def main() -> int:
         for swapped in config.swap_folders.values() if have_met() else ():
             shutil.rmtree(swapped, ignore_errors=True)
     leave_ranks()
-    # All files are written. Skip the interpreter's shutdown, in which a rank once aborted after a finished run.
-    sys.stdout.flush()
-    os._exit(code)
+    return code
 
 
 class Parts(NamedTuple):
@@ -271,4 +269,4 @@ def end(parts: Parts, state: dict[str, Any], stop_signal: int, config: RunConfig
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, os._exit)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
+from data_pipeline.errors import nearest_name
 from launch.config.deepspeed_schema import ADAM_PARAMS, KINDS, SCHEDULES, SGD_PARAMS, Rule, Rules, deepspeed_schema
 from launch.config.token_schedule import TOKEN_SCHEDULES
-from launch.errors import UsageError, nearest_name
+from launch.errors import UsageError
 from launch.formats.files import KeyPath, dotted, parse_json, read_json
 from recipes.registry import technique_classes
 from recipes.technique import Declaration, Technique

@@ -104,6 +104,7 @@ class RunFolder:
         self._drawing: subprocess.Popen[bytes] | None = None
         self._drawn = time.monotonic()
         self.print: Callable[[str], Any] = print_once  # a progress bar replaces it, to print above itself
+        self._new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             self._lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the run
@@ -293,6 +294,9 @@ class RunFolder:
         """Remove the folder if the start was refused before `begin`, unless it had checkpoints."""
         if self._metrics is None and (self._branched or (self._is_new and not any((self.path / "checkpoints").iterdir()))):
             shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run is there
+                for parent in self._new_parents:
+                    parent.rmdir()
 
     def close(self) -> None:
         """Close all files; the lock is released last."""
