@@ -41,6 +41,7 @@ OFFLOAD_COLUMNS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "optimizer": ((1, 2, 3), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}"]),
     "param": ((3,), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}", "--set", f"zero_optimization.offload_param{ON_CPU}"]),
 }
+CHECKPOINTED = ("--set", "activation_checkpointing.enabled=true")
 #: Flags that are passed to `resolve` unchanged.
 PASSED_ON = ("preset", "architecture", *SIZES, *FIELDS, "data", "tokens", "micro_batch_size", "global_batch_size")
 
@@ -112,22 +113,27 @@ def main() -> int:
         + "".join(f"{note}\n" for note in dict.fromkeys(note for run in runs.values() for note in registry.make_techniques(run).notes))
     )
     print_once("\n".join(memory_table(columns)))
-    times = {name: plan["time"] for name, plan in columns.items() if hardware and plan["peak"] <= (flags.memory or math.inf)}
-    if hardware and times:
-        print_once("\n" + "\n".join(time_table(first.ranks, first.total_tokens, hardware._asdict(), times)))
+    memory = flags.memory or math.inf
+    fitting = _fitting(memory, columns)
+    if hardware:
+        times = {name: columns[name]["time"] for name in fitting["fit"]}
+        checkpointed = _runs(flags, *CHECKPOINTED) if fitting["fit_checkpointed"] else {}
+        times |= {f"{name} checkpointed": _plan(checkpointed[name], device, hardware)["time"] for name in fitting["fit_checkpointed"]}
+        if times:
+            print_once("\n" + "\n".join(time_table(first.ranks, first.total_tokens, hardware._asdict(), times)))
     if flags.memory:
-        fitting = _fitting(flags.memory, columns)
-        names, switch = ", ".join(fitting["fit_checkpointed"]), "--set activation_checkpointing.enabled=true"
-        more = f" With {switch} also {names}." if names else ""
-        fit = ", ".join(fitting["fit"]) or "nothing; docs/memory.md and docs/long-sequences.md have more switches"
-        print_once(f"\nIn {flags.memory / 1e9:,.4g} GB a rank fit: {fit}.{more}")
+        fit = ", ".join(f"{name} ({columns[name]['peak'] / memory:.0%} full)" for name in fitting["fit"])
+        also = ", ".join(f"{name} ({columns[name]['checkpointed_peak'] / memory:.0%} full)" for name in fitting["fit_checkpointed"])
+        more = f" With {' '.join(CHECKPOINTED)} also {also}." if also else ""
+        fit = fit or "nothing; docs/memory.md and docs/long-sequences.md have more switches"
+        print_once(f"\nIn {memory / 1e9:,.4g} GB ({memory / 2**30:,.4g} GiB) a rank fit: {fit}.{more}")
     return 0
 
 
-def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
-    """The run of every column: the recipe's, or those of the JSONs that ship."""
+def _runs(flags: argparse.Namespace, *more: str) -> dict[str, RunConfig]:
+    """The run of every column: the recipe's, or those of the JSONs that ship, with `more` words of flags."""
     given = as_words({name: getattr(flags, name) for name in (*PASSED_ON, "no_cross_document")})
-    given += [word for one in flags.overrides for word in ("--set", one)]
+    given += [*more, *(word for one in flags.overrides for word in ("--set", one))]
 
     def run(*technique: str) -> RunConfig:
         found = resolve([*technique, "--explain", *given], ranks=flags.ranks)[0]
@@ -197,7 +203,7 @@ def _plan(run: RunConfig, device: str, hardware: Hardware | None) -> dict[str, A
     return plan
 
 
-def _fitting(memory: int, columns: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+def _fitting(memory: float, columns: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """The columns that fit, and those that fit only with activation checkpointing."""
     plain = [name for name, plan in columns.items() if plan["peak"] <= memory]
     checkpointed = [name for name, plan in columns.items() if 0 < plan["checkpointed_peak"] <= memory and name not in plain]
