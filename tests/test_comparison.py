@@ -324,7 +324,7 @@ def test_one_configuration_of_two_commits_is_two_sides_where_a_seed_comes_again(
 def test_runs_of_one_configuration_alone_are_one_side(make):
     comparison = compare([make("a", ZERO_1, 2), make("b", ZERO_1, 1)])
     assert comparison.pairs == () and [run.seed for run in comparison.sides[0].runs] == [1, 2]
-    assert comparison.remarks == ("all runs have the same configuration, so there is nothing to compare them with",)
+    assert tables.answer(comparison) == "One configuration, and nothing to compare it with." and tables.caveats(comparison) == []
 
 
 def test_a_seed_that_was_run_twice_counts_once(make):

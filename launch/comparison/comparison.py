@@ -350,8 +350,6 @@ def sequences_evaluated(*sides: Side) -> set[int]:
 def _compared(sides: Sequence[Side], pairs: Sequence[Pair], mismatches: tuple[str, ...], absent: Sequence[Absent] = ()) -> Comparison:
     remarks = [remark for side in sides for remark in _side_remarks(side)]
     remarks += [f"{pair.title}: {remark}" for pair in pairs for remark in _pair_remarks(pair)]
-    if len(sides) == 1:
-        remarks.append("all runs have the same configuration, so there is nothing to compare them with")
     return Comparison(tuple(sides), tuple(pairs), mismatches, tuple(absent), tuple(remarks))
 
 

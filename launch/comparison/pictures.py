@@ -109,7 +109,7 @@ def _gap(control: Curve, own: Curve) -> Curve:
 
 
 def _draw_band(axes: Any, curves: Sequence[Curve], color: str, label: str = "") -> None:
-    """Each curve, their mean, smoothed over 1% of its points, and its 95% interval."""
+    """Each curve, their mean, smoothed over 1% of its points, and from three curves on its 95% interval: that of two tells too little."""
     curves = [curve for curve in curves if len(curve[0])]
     for curve in curves:
         axes.plot(*curve, color=color, linewidth=0.6, alpha=0.5)
@@ -118,7 +118,7 @@ def _draw_band(axes: Any, curves: Sequence[Curve], color: str, label: str = "") 
         return
     smooth = partial(uniform_filter1d, size=2 * (len(x) // 200) + 1, mode="nearest")
     middle = smooth(values.mean(axis=0))
-    if len(values) > 1:
+    if len(values) > 2:
         half = stats.t.ppf(0.975, len(values) - 1) * smooth(stats.sem(values))
         axes.fill_between(x, middle - half, middle + half, color=color, alpha=0.15, linewidth=0)
     axes.plot(x, middle, color=color, linewidth=1.8, label=label or None, marker="o" if len(x) == 1 else None, markersize=4)

@@ -107,7 +107,7 @@ def mean(name: str, values: Sequence[float]) -> str:
 def answer(comparison: Comparison) -> str:
     """What was found, in a sentence, on the largest testbed of each recipe that has a loss: of several recipes, the largest clear gain."""
     if not comparison.pairs:
-        return "Nothing was compared."
+        return "One configuration, and nothing to compare it with." if len(comparison.sides) == 1 else "Nothing was compared."
     largest: dict[str, Pair] = {}
     for pair in sorted(comparison.pairs, key=lambda pair: (estimate(pair.figures, LOSS_COLUMN) is None, -tokens(pair))):
         largest.setdefault(pair.side.name, pair)
@@ -153,7 +153,7 @@ def caveats(comparison: Comparison) -> list[str]:
         *(f"{run.folder}: {remark}" for side in comparison.sides for run in side.runs for remark in run.remarks),
         *comparison.remarks,
         *(f"{one.recipe} was not run: {one.reason}" for one in comparison.absent),
-        *([] if any(pair.verdicts for pair in comparison.pairs) else ["exploratory: no claim is judged"]),
+        *(["exploratory: no claim is judged"] if comparison.pairs and not any(pair.verdicts for pair in comparison.pairs) else []),
     ]
 
 
