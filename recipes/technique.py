@@ -246,7 +246,7 @@ class Technique:
     optimizer_tensors: float = 0
     #: For the plan: names of the parameters that its optimizer separates from the others of their group if ZeRO divides them.
     planned_apart: frozenset[str] = frozenset()
-    #: For the plan of memory: segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
+    #: For plans: segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
     checkpointed_segments: int = 0
     #: Whether all ranks have the same state, which a run with another number of ranks therefore keeps.
     state_is_common: bool = False
@@ -323,7 +323,7 @@ class Technique:
         """Mean bytes that a rank sends per step, over a run of `steps` steps. `base`: those of DeepSpeed's own communication."""
         return base
 
-    def bytes_per_step_in_blocks(self, steps: int) -> int:
+    def bytes_sent_in_blocks(self, steps: int) -> int:
         """Mean bytes per step that a rank sends within its blocks, which wait for them. They are not in `bytes_sent`."""
         return 0
 
@@ -426,8 +426,8 @@ class Techniques(Technique):
             base = member.bytes_sent(base, steps)
         return base
 
-    def bytes_per_step_in_blocks(self, steps: int) -> int:
-        return sum(member.bytes_per_step_in_blocks(steps) for member in self.members)
+    def bytes_sent_in_blocks(self, steps: int) -> int:
+        return sum(member.bytes_sent_in_blocks(steps) for member in self.members)
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}

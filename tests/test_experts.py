@@ -14,7 +14,7 @@ from model.gpt import GPT
 from model.presets import PRESETS, GPTConfig, ModelShape, shape_of
 from recipes.lamb.optimizer import Lamb
 from recipes.muon.optimizer import Matrix, _joined, orthogonalized
-from recipes.muon.technique import hidden_parts
+from recipes.muon.technique import hidden_matrices
 from recipes.one_bit_lamb.optimizer import CompressedLamb
 from tests.helpers import config_of, refusal
 from tests.test_one_bit_adam import OneRank
@@ -241,7 +241,7 @@ def test_lamb_has_a_ratio_for_each_expert(cls):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_muon_orthogonalizes_each_expert_and_no_router(dtype, model):
-    parts = hidden_parts(model.config)
+    parts = hidden_matrices(model.config)
     assert not [name for name in parts if "router" in name]
     assert parts["h.0.mlp.c_fc.weight"] == [(128, 64)] * 16 and parts["h.0.mlp.c_proj.weight"] == [(64, 128)] * 8
     matrices = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(6)) * torch.tensor([1e-3, 1.0, 40.0])[:, None, None]

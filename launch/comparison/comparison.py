@@ -177,7 +177,7 @@ class Pair:
         return {name: figure for name, figure in self.figures.items() if self.interleaved or name not in TIMED}
 
     @property
-    def on_equal_terms(self) -> bool:
+    def times_comparable(self) -> bool:
         """Whether times can be compared: the runs were interleaved, on one machine."""
         return self.interleaved and not self.differ_in("machine")
 
@@ -387,7 +387,7 @@ def _figure(name: str, control: Measures, other: Measures) -> Figure | None:
 
 def _judged(claim: Claim, pair: Pair, *measures: Measures) -> Verdict:
     """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
-    if claim.measure == "step_time" and not pair.on_equal_terms:
+    if claim.measure == "step_time" and not pair.times_comparable:
         return Verdict(
             claim,
             "the runs of a seed were not interleaved on one machine; train both in another --runs_dir, with memory for both (--at_once 2)",

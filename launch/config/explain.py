@@ -164,7 +164,7 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
         steps_with[steps.work.accumulation] += steps.repeats
     sent = sum(bytes_sent_per_step(config, model, accumulation) * steps for accumulation, steps in steps_with.items())
     made = steps_with.total()
-    return techniques.bytes_sent(round(sent / made), made) + techniques.bytes_per_step_in_blocks(made)
+    return techniques.bytes_sent(round(sent / made), made) + techniques.bytes_sent_in_blocks(made)
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:

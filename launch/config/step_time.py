@@ -97,7 +97,7 @@ def time_of(run: RunConfig, hardware: Hardware, sent: int, flops: int, steps: in
         again += 6 * model.d_model * model.vocab_size * ("loss_head" not in terms)
     flops += round(flops * again / flops_per_token(model) / 3)
     compute = flops / steps / run.ranks / hardware.flops
-    exchanged, link = techniques.bytes_per_step_in_blocks(steps), hardware.link or hardware.network
+    exchanged, link = techniques.bytes_sent_in_blocks(steps), hardware.link or hardware.network
     around = 8 * (sent - exchanged) / hardware.network if hardware.network else 0.0
     communication = around + (8 * exchanged / link if link else 0.0)
     overlapping, during = _overlap(run, sent - exchanged)

@@ -55,7 +55,7 @@ class MuonTechnique(Technique):
 
     def __init__(self, section: dict[str, Any], run: RunForTechniques):
         self.params = section
-        self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
+        self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_matrices(run.model_config)
         self.planned_apart, self._has_experts = frozenset(self._parts), run.shape.n_expert > 0
         # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
         hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
@@ -116,7 +116,7 @@ class MuonTechnique(Technique):
         }
 
 
-def hidden_parts(config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
+def hidden_matrices(config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
     """(rows, columns) of the matrices of each hidden parameter, by its name."""
     return {
         name: [(rows, shape[-1]) for rows in parts_of(name, shape[-2], config)] * math.prod(shape[:-2])  # of each expert

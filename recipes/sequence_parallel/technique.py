@@ -102,7 +102,7 @@ class SequenceParallel(Technique):
         for block in model.h:
             block.attn.attend = exchanging(block.attn.attend, exchange, self.ranks)
 
-    def bytes_per_step_in_blocks(self, steps: int) -> int:
+    def bytes_sent_in_blocks(self, steps: int) -> int:
         """Those of queries, keys, values and results: forward and backward, and once more where blocks are recomputed."""
         shape, run = self.run.shape, self.run
         heads = 2 * shape.n_head + 2 * math.lcm(shape.n_kv_head, self.ranks)

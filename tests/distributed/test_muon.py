@@ -20,7 +20,7 @@ from launch.training.run_folder.run_json import resume_description
 from model.presets import PRESETS, GPTConfig
 from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
-from recipes.muon.technique import divided_matrices, exchanged_elements, hidden_parts, matrices_in, shared_among_ranks
+from recipes.muon.technique import divided_matrices, exchanged_elements, hidden_matrices, matrices_in, shared_among_ranks
 from recipes.registry import make_techniques
 from tests.distributed.muon_jobs import PeakMemory
 from tests.distributed.parity import section, technique_flags
@@ -102,7 +102,7 @@ def test_at_stage_3_the_matrices_of_all_tensors_are_spread_over_the_ranks():
 
 @pytest.mark.parametrize(("ranks", "work", "bytes_sent"), [(16, 1.2, 8.3), (64, 2.2, 12.7)])
 def test_the_page_has_the_largest_shares_at_stage_3(ranks, work, bytes_sent):
-    parts = hidden_parts(GPTConfig(**vars(PRESETS["gpt2"].shape), vocab_size=50_257))
+    parts = hidden_matrices(GPTConfig(**vars(PRESETS["gpt2"].shape), vocab_size=50_257))
     matrices = divided_matrices(parts, 3, ranks)
     assert len(matrices) == 72 and all(matrix.owner is not None for matrix in matrices)
     done = [sum(m.rows * m.columns * min(m.rows, m.columns) for m in matrices if m.owner == rank) for rank in range(ranks)]
@@ -118,7 +118,7 @@ def test_the_page_has_the_largest_shares_at_stage_3(ranks, work, bytes_sent):
 
 
 def test_at_stage_3_on_three_ranks_each_holds_one_of_queries_keys_and_values():
-    parts = hidden_parts(GPTConfig(**vars(PRESETS["gpt2"].shape), vocab_size=50_257))
+    parts = hidden_matrices(GPTConfig(**vars(PRESETS["gpt2"].shape), vocab_size=50_257))
     whole = [matrix for matrix in divided_matrices(parts, 3, 3) if matrix.owner is None]
     assert [(matrix.rows, matrix.columns) for matrix in whole] == [(768, 768)] * 36
     assert {tuple(map(bool, matrix.lengths)) for matrix in whole} == {(True, False, False), (False, True, False), (False, False, True)}
