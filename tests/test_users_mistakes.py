@@ -408,18 +408,25 @@ def test_a_mistake_through_the_launcher_is_said_once_whichever_rank_is_first(slo
     assert "--lr: nan is out of range" in launched_refusal([*config, "--lr", "nan"], tmp_path, slow_rank, free_port())
 
 
-def test_a_rank_whose_mistake_nobody_else_has_speaks_after_a_while(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("reason", "code", "line"),
+    [
+        (UsageError("of this rank"), 2, "of this rank"),
+        (RuntimeError("[pair.cc:547] Connection closed by peer [::1]:1234"), 1, "another rank has ended; its output has the reason"),
+    ],
+)
+def test_a_rank_whose_error_nobody_else_has_speaks_after_a_while(reason, code, line, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(errors, "OTHER_RANKS_WAIT_SECONDS", 0.0)
     handler = signal.getsignal(signal.SIGTERM)
 
-    def mistaken() -> int:
-        raise UsageError("of this rank")
+    def failing() -> int:
+        raise reason
 
     with pytest.raises(SystemExit) as end:
-        errors.run_command(mistaken)
+        errors.run_command(failing)
     signal.signal(signal.SIGTERM, handler)
-    assert (end.value.code, capsys.readouterr().err) == (2, "error: of this rank\n")
+    assert (end.value.code, capsys.readouterr().err) == (code, f"error: {line}\n")
 
 
 @pytest.mark.long
