@@ -3,6 +3,7 @@
 A source is one value of `--source`:
 
     stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
+    packages:FILE       the *.py files of the installed packages that FILE pins as NAME==VERSION, without torch: 280 MB for constraints.txt
     FILE                .txt .md .py .jsonl .json .csv (each also .gz .zst .xz .bz2), .parquet or .arrow
     FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path; a folder that
                         `save_to_disk` of `datasets` wrote is its split train
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import importlib.metadata
 import logging
 import os
 import platform
@@ -34,7 +36,8 @@ from data_pipeline.sampler import DENOMINATOR
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-ALLOWED = f"stdlib, a file, folder or glob of {ALLOWED_FILES}, or hf:NAME[:CONFIG][:SPLIT]; in a mixture [NAME=]SOURCE@WEIGHT[:COLUMN]"
+ALLOWED = f"stdlib, packages:FILE, a file, folder or glob of {ALLOWED_FILES}, or hf:NAME[:CONFIG][:SPLIT]"
+ALLOWED += "; in a mixture [NAME=]SOURCE@WEIGHT[:COLUMN]"
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
 
@@ -223,6 +226,8 @@ def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if spec == "stdlib":
         root, version = Path(sysconfig.get_paths()["stdlib"]), {"python": platform.python_version()}
         found = [file for file in _find(root, STDLIB_EXCLUDED, spec) if file.name.endswith(".py")]
+    elif spec.startswith("packages:"):
+        root, found = _packages(Path(spec.removeprefix("packages:")), spec)
     elif spec and path.is_dir():
         found, name = _find(path, frozenset(), spec), str(path.resolve())
     elif path.is_file():
@@ -238,6 +243,21 @@ def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if files and not root.is_dir():  # a glob
         root = Path(os.path.commonpath([file.parent for file in files]))
     return Files({"name": name, **version}, root, files, left_out, *options)
+
+
+def _packages(pins: Path, spec: str) -> tuple[Path, list[Path]]:
+    """The folder of installed packages, and the *.py files of those that `pins` names in the installed version, by their RECORDs."""
+    try:
+        pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", pins.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError) as reason:
+        raise DataError(f"--source {spec}: {pins} cannot be read ({one_line(reason)}); give a file of NAME==VERSION lines") from None
+    root, files = Path(sysconfig.get_paths()["purelib"]), set[Path]()
+    for name, version in pinned:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            package = importlib.metadata.distribution(name)
+            if name != "torch" and package.version.partition("+")[0] == version:  # torch differs by build
+                files |= {root / file for file in package.files or () if file.suffix == ".py" and ".." not in file.parts}
+    return root, [file for file in files if file.is_file()]
 
 
 def _saved_splits(folder: Path) -> dict[str, Path]:

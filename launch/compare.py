@@ -5,9 +5,11 @@
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M --tune
     python launch/compare.py --recipe recipes/muon --sweep lr=1e-3,2e-3,4e-3 --extend --data data/mine --preset nano
+    python launch/compare.py --recipe recipes/muon --ladder
 
 A recipe's claims are judged on its testbeds, with the planned seeds; at other settings the figures are shown without verdicts. `--tune`
 sweeps a testbed's settings for control and recipe; `--sweep` sweeps the given flags at a setting of your own, with or without a recipe.
+`--ladder` asks whether a gain holds as the model grows: it tunes and trains a recipe, or without one the control, at three sizes.
 
 Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. Control and recipe are trained with the same seeds.
 Their steps are interleaved, so that a slow moment of the machine affects both alike; `--parallel` trains several runs at the same time
@@ -18,6 +20,8 @@ Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -25,10 +29,24 @@ from pathlib import Path
 # As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.config.flags import AUTO, EVALUATION, LENGTH, MODEL, TECHNIQUE, Parser, add_flags, as_words, flags_of, given, whole_number
+from data_pipeline.staging import write_atomically
+from launch.config.flags import (
+    AUTO,
+    EVALUATION,
+    LENGTH,
+    MODEL,
+    TECHNIQUE,
+    Parser,
+    add_flags,
+    as_words,
+    flags_of,
+    given,
+    open_recipe,
+    whole_number,
+)
 from launch.errors import TrainingFailed, UsageError, print_once, printable_line, run_command
 from launch.formats.files import check_writable, read_committed
-from recipes.registry import ROOT, TESTBEDS, recipe_names
+from recipes.registry import LADDER, ROOT, TESTBEDS, recipe_names
 
 
 def build_parser() -> Parser:
@@ -71,6 +89,13 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--grid", action="store_true", help="sweep all combinations of the values")
     parser.add_argument("--extend", action="store_true", help="add values to a sweep while the best one is the first or the last")
+    parser.add_argument(
+        "--ladder",
+        nargs="?",
+        const="all",
+        metavar="RUNG",
+        help="tune and train a recipe, or the control, on each rung of recipes/ladder/plan.json up to RUNG (all)",
+    )
     parser.add_argument("--deepspeed_config", metavar="FILE", help="the JSON of a --sweep without --recipe (ds_configs/zero0_bf16.json)")
     parser.add_argument("--out", metavar="DIR", help="folder of the report; an earlier report there is replaced (runs/reports/<name>)")
     parser.add_argument("--publish", action="store_true", help="store the runs in results.json of each recipe and update the pages")
@@ -107,7 +132,7 @@ def build_parser() -> Parser:
 TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "parallel", "keep_checkpoints"}
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
 PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
-PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "sweep", "grid", "extend", "deepspeed_config", "out", "force", "quiet"}
+PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "sweep", "grid", "extend", "ladder", "deepspeed_config", "out", "force", "quiet"}
 
 
 def main() -> int:
@@ -125,6 +150,8 @@ def main() -> int:
     passed_on = _passed_on(flags, names)
     if flags.publish:
         publish.check_checkout()
+    if flags.ladder:
+        return _ladder(flags)
     if flags.tune or flags.sweep:
         return _sweep(flags, passed_on)
     unfinished: list[str] = []
@@ -167,11 +194,39 @@ def _sweep(flags: argparse.Namespace, passed_on: list[str]) -> int:
     return 0
 
 
+def _ladder(flags: argparse.Namespace) -> int:
+    """`--ladder`."""
+    from launch.comparison import ladder, publish, recipe_pages  # as above
+
+    recipe = open_recipe(flags.recipe[0]) if flags.recipe else None
+    control = ladder.found_by(other := recipe and ladder.control_of(recipe))
+    if recipe and not control:
+        first = f"python launch/compare.py --ladder{f' --recipe recipes/{other.name}' if other else ''} --publish"
+        raise UsageError(f"--ladder: the control of {recipe.name} is not published; first: {first}")
+    found, runs = ladder.climb(recipe, flags.ladder, flags)
+    files = [_out(flags) / ladder.FOUND]
+    if flags.publish:
+        publish.check_runs("--publish", runs)
+        files.append((Path(flags.recipe[0]).resolve() if recipe else LADDER.parent) / ladder.FOUND)
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    lines = ladder.control_table(found).text().splitlines()
+    if recipe:
+        ladder.draw_ladder({recipe.name: (control, found)}, files[0].with_suffix(".png"))
+        lines = [*ladder.table(control, found).text().splitlines(), ladder.sentence(ladder.gains(control, found))]
+    if flags.publish:
+        recipe_pages.write_pages()
+    print_once("\n".join([*lines, *(f"written: {printable_line(str(file))}" for file in files)]))
+    return 0
+
+
 def _out(flags: argparse.Namespace) -> Path:
     """The folder of the report: --out, or one named after what is compared."""
     names = [Path(folder).resolve().name for folder in flags.recipe or flags.runs] or flags.testbed or ["own"]
     name = "all" if flags.all else "+".join(names)[:60]
-    return Path(flags.out or f"runs/reports/{name}{'-tuning' * flags.tune}{'-sweep' * bool(flags.sweep)}")
+    kind = "-tuning" * flags.tune + "-sweep" * bool(flags.sweep) + "-ladder" * bool(flags.ladder)
+    return Path(flags.out or f"runs/reports/{name}{kind}")
 
 
 def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
@@ -181,6 +236,12 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
         others = ("runs", "all", "tune", "testbed", "publish", *(["deepspeed_config"] if flags.recipe else []))
         if extra := [name for name in others if getattr(flags, name)]:
             raise UsageError(f"--sweep trains at a setting of your own; leave out {'the run folders' if flags.runs else '--' + extra[0]}")
+    elif flags.ladder:
+        others = ("runs", "all", "tune", "testbed", "seeds", "grid", "extend", "deepspeed_config", "force")
+        if extra := [*(name for name in others if getattr(flags, name)), *sorted(names & {*PASSED_ON, "ranks"} - {"save_every"})]:
+            raise UsageError(f"--ladder: recipes/ladder/plan.json states its runs; leave out --{extra[0].replace('overrides', 'set')}")
+        if len(flags.recipe) > 1:
+            raise UsageError("--ladder takes at most one --recipe; leave out the others")
     elif only := [name for name in ("grid", "extend", "deepspeed_config") if getattr(flags, name) and not flags.tune]:
         raise UsageError(f"--{only[0]} applies to a sweep; give --sweep NAME=VALUE,..., or leave it out")
     elif flags.tune:
@@ -210,7 +271,7 @@ def _check_out(out: str | None) -> None:
     if out is None:
         return
     check_writable(folder := Path(out), "--out")
-    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in ("report.json", "best.sh")):
+    if folder.is_dir() and any(folder.iterdir()) and not {"report.json", "best.sh", "ladder.json"} & {*os.listdir(folder)}:
         raise UsageError(f"--out {out}: is not empty, and holds no report to replace; give another folder")
 
 

@@ -15,6 +15,7 @@ from recipes.technique import RunForTechniques, Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBEDS = ROOT / "recipes" / "testbeds"
+LADDER = ROOT / "recipes" / "ladder" / "plan.json"
 
 #: Flags of `launch/pretrain.py`, by name without the dashes.
 Flags = dict[str, Any]
@@ -92,6 +93,45 @@ class Experiment:
         _check_sweep(self.sweep, self.tuned, "only swept flags may differ from the testbed's")
 
 
+@dataclass(frozen=True)
+class Rung:
+    """A size of the ladder.
+
+    Attributes:
+        flags: of `launch/pretrain.py`, in place of the ladder's: model, steps, warm-up.
+        rates: the learning rates of a sweep, as factors of the best rate of the rung below.
+        seeds: number of judged runs of each side, with seeds from 1 on.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    flags: Flags
+    rates: list[float]
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Models of growing size on which recipes are compared, as `recipes/ladder.json` states them.
+
+    Attributes:
+        corpus: flags of `data_pipeline/prepare.py` that make the corpus in the folder `flags["data"]`.
+        flags: of `launch/pretrain.py`, the same for all runs.
+        lr: the learning rate around which the first rung is swept.
+        rungs: from the smallest to the largest.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    title: str
+    corpus: Flags
+    flags: Flags
+    lr: float
+    rungs: list[Rung]
+
+
 def _check_sweep(sweep: Sweep, tuned: Flags, why: str) -> None:
     for name, values in sweep.items():
         if not values:
@@ -117,6 +157,7 @@ class Recipe:
         needs: what the effect requires: ranks, a slow network, a GPU.
         flags: suggested flags of `launch/pretrain.py`, used by `--recipe` unless the user gives the same flag or a preset.
         ranks: of each run in its experiments.
+        ladder: flags of its runs on the ladder in place of the ladder's, such as the first `lr`; None if it is not compared there.
         history: claims that were changed after a result was known, a sentence each; the page shows them.
     """
 
@@ -132,6 +173,7 @@ class Recipe:
     needs: str = ""
     flags: list[str] = field(default_factory=list)
     ranks: int = 1
+    ladder: Flags | None = None
     history: list[str] = field(default_factory=list)
 
     @property
@@ -170,6 +212,11 @@ def read_testbed(name: str) -> Testbed:
     if not path.is_file():
         raise RecipeError(f"--testbed {name}: unknown; the testbeds are: {', '.join(testbed_names())}")
     return _read(Testbed, path)
+
+
+def read_ladder() -> Ladder:
+    """The ladder."""
+    return _read(Ladder, LADDER)
 
 
 def read_testbeds(device: str | None = None) -> list[Testbed]:

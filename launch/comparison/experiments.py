@@ -26,7 +26,7 @@ from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, bar_options, print_once, printable_line
 from launch.formats.files import check_writable, read_json_object
 from launch.formats.metrics import read_log
-from recipes.registry import ROOT, Recipe, Testbed, read_testbed, read_testbeds
+from recipes.registry import ROOT, Ladder, Recipe, Testbed, read_testbed, read_testbeds
 
 #: Ranks of runs on no testbed; with one rank nothing is partitioned or sent.
 CPU_RANKS = 2
@@ -125,7 +125,7 @@ def testbed_named(name: str) -> Testbed:
     return testbed
 
 
-def check_corpus(testbed: Testbed) -> None:
+def check_corpus(testbed: Testbed | Ladder) -> None:
     """Raises CannotRun if the testbed's corpus is missing, or has another tokenizer than the testbed states."""
     manifest, command = Path(testbed.flags["data"]) / "manifest.json", corpus_command(testbed)
     options = read_json_object(manifest, f"make it again: {command}").get("options", {}) if manifest.exists() else {}

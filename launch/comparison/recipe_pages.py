@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.staging import write_atomically
-from launch.comparison import tables
+from launch.comparison import ladder, tables
 from launch.comparison.comparison import Comparison, Pair, compare_experiments
 from launch.comparison.pictures import draw_forest, draw_losses
 from launch.comparison.runs import read_stored_run
@@ -34,7 +34,18 @@ from launch.training.run_folder.picture import draw_loss
 from launch.training.run_folder.run_json import commits_of
 from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig, shape_of
-from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
+from recipes.registry import (
+    LADDER,
+    ROOT,
+    TESTBEDS,
+    Experiment,
+    Recipe,
+    Testbed,
+    read_recipe,
+    read_recipes,
+    read_testbeds,
+    technique_classes,
+)
 
 INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
@@ -131,6 +142,10 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     blocks = [Table("Results", ["testbed", *shown, "claims"], rows).markdown()]
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
+    if recipe.ladder is not None and (climbed := ladder.found_by(recipe)):
+        control = ladder.found_by(ladder.control_of(recipe))
+        blocks += [ladder.table(control, climbed).markdown(), ladder.sentence(ladder.gains(control, climbed))]
+        blocks.append(f"![Compute saved by {recipe.name} over compute, and its best learning rates](ladder.png)")
     legend = f"Means of the pairs, with 95% intervals; {', '.join(f'{sign} {outcome}' for outcome, sign in SIGNS.items())}."
     blocks.append(f"{legend} All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
     return "\n" + "\n\n".join(blocks) + "\n\n"
@@ -315,6 +330,12 @@ def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
             made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs))
     for file in ROOT.glob("recipes/**/tuning.json"):
         made[file.with_suffix(".png")] = partial(draw_tuning, read_committed(file))
+    on_ladder = [(one, ladder.found_by(one)) for one in read_recipes() if one.ladder is not None]
+    climbed = {one.name: (ladder.found_by(ladder.control_of(one)), found) for one, found in on_ladder if found}
+    for name, both in climbed.items():
+        made[ROOT / "recipes" / name / "ladder.png"] = partial(ladder.draw_ladder, {name: both})
+    if climbed:
+        made[LADDER.parent / "ladder.png"] = partial(ladder.draw_ladder, climbed)
     for file, draw in ((ROOT / name, draw) for name, draw in RUNS.items()):
         if file.exists():
             made[file.with_suffix(".png")] = partial(draw, read_metrics(file))

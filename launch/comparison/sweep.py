@@ -193,7 +193,7 @@ def sweep(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
         TrainingFailed: a run did not finish, other than by diverging.
     """
     arms, opponents = own_arms(flags, passed_on)
-    return Swept("sweep", arms, _train(arms, flags), {"flags": [*passed_on]}, opponents)
+    return Swept("sweep", arms, train_arms(arms, flags), {"flags": [*passed_on]}, opponents)
 
 
 def own_arms(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[list[Arm], list[tuple[Recipe, Arm, Arm]]]:
@@ -233,7 +233,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> Swept:
     testbed = testbed_named(flags.testbed[0])
     arms = testbed_arms(testbed, open_recipe(flags.recipe[0]) if flags.recipe else None, flags, passed_on)
     check_corpus(testbed)
-    return Swept(testbed.name, arms, _train(arms, flags), {"flags": testbed.flags, "seed": SWEEP_SEED})
+    return Swept(testbed.name, arms, train_arms(arms, flags), {"flags": testbed.flags, "seed": SWEEP_SEED})
 
 
 def testbed_arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, passed_on: Sequence[str]) -> list[Arm]:
@@ -325,7 +325,7 @@ def _check(arm: Arm, force: bool) -> None:
 # --- training -------------------------------------------------------------------------------------------------------------------------
 
 
-def _train(arms: Sequence[Arm], flags: argparse.Namespace) -> dict[str, Run]:
+def train_arms(arms: Sequence[Arm], flags: argparse.Namespace) -> dict[str, Run]:
     """Train the missing trials of all arms, one after another unless flags say otherwise; all runs by name. Raises as `sweep`."""
     flags.at_once = flags.at_once or 1
     runs: dict[str, Run] = {}

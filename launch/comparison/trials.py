@@ -29,7 +29,7 @@ from launch.formats.metrics import read_run_json
 from launch.training.run_folder.provenance import machine, versions
 from launch.training.run_folder.run_json import changes_numbers
 from model.presets import FIELDS
-from recipes.registry import ROOT, Flags, Recipe, Testbed, make_techniques, read_recipes, technique_classes
+from recipes.registry import ROOT, Flags, Ladder, Recipe, Testbed, make_techniques, read_recipes, technique_classes
 
 #: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
 FILLED = 0.75
@@ -134,7 +134,7 @@ def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
     return next((one for one in recipes if one.experiments[testbed.name].sweep), None)
 
 
-def corpus_command(testbed: Testbed) -> str:
+def corpus_command(testbed: Testbed | Ladder) -> str:
     """The command that makes the testbed's corpus."""
     return shlex.join(["python", "data_pipeline/prepare.py", *as_words(testbed.corpus), "--out", str(testbed.flags["data"])])
 
