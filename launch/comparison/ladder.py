@@ -205,12 +205,20 @@ def draw_ladder(sides: Mapping[str, tuple[Found, Found]], file: Path) -> None:
             axes.fill_between(x, [one.low or one.mean for one in every], [one.high or one.mean for one in every], color=color, alpha=0.15)
             for at, one, gain in zip(x, every, found.values(), strict=True):
                 axes.plot(at, one.mean, "o", color=color, markerfacecolor="white" if gain.beyond else color)
-        axes.set(xscale="log", xlabel="FLOPs of the control", ylabel="compute saved (1: the control)")
-        axes.grid(alpha=0.25)
+        axes.set(xscale="log", ylabel="compute saved (1: the control)")
         axes.legend(fontsize=9, frameon=False)
+        rungs = {one["flops"]: rung for control, _ in sides.values() for rung, one in control.items()}
         for panel in others:
-            for side, color in zip(next(iter(sides.values())), PALETTE, strict=False):
+            both = next(iter(sides.values()))
+            for side, color in zip(both, PALETTE, strict=False):
                 panel.plot([one["flops"] for one in side.values()], [one["lr"] for one in side.values()], "o-", color=color)
-            panel.set(xscale="log", yscale="log", xlabel="FLOPs", ylabel="best learning rate (gray: the control's)")
+            panel.set(xscale="log", yscale="log", ylabel="best learning rate (gray: the control's)")
+            rates = sorted({one["lr"] for side in both for one in side.values()})
+            panel.set_yticks(rates, [f"{rate:g}" for rate in rates])
+            panel.set_yticks([], minor=True)
+        for panel in (axes, *others):
+            panel.set_xticks([*rungs], [f"{rung}\n{flops:.1e}" for flops, rung in rungs.items()])
+            panel.set_xticks([], minor=True)
+            panel.set_xlabel("FLOPs of the control's runs")
             panel.grid(alpha=0.25)
         picture.savefig(file, metadata={"Software": None})
