@@ -32,7 +32,7 @@ from launch.comparison.trials import Trial, make_trial
 from launch.comparison.tuning import CONTROL, origin_of
 from launch.comparison.verdicts import Interval, paired_interval
 from launch.config.flags import as_words
-from launch.errors import TrainingFailed, UsageError
+from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed
 from recipes.registry import LADDER, ROOT, Flags, Recipe, read_ladder, read_recipes
 
@@ -108,6 +108,10 @@ def _on_rung(where: str, planned: dict[str, Any], ranks: int, flags: argparse.Na
 
     rates: list[int | float | str] = [float(f"{planned['lr'] * factor:.3g}") for factor in planned["rates"]]
     arm = Arm(where, {"lr": rates}, lambda point: trials(point, [SWEEP_SEED]), extends=True)
+    tokens = trials(arm.start, [SWEEP_SEED])[0].config.total_tokens
+    print_once(
+        f"{where}: {len(rates)} rates around {planned['lr']:g}, then {planned['seeds']} seeds at the best, of {tokens:,} tokens each"
+    )
     swept = train_arms([arm], flags)
     if arm.chosen is None:
         raise TrainingFailed(f"{where}: every run diverged; lower its first learning rate, {planned['lr']:g}")
