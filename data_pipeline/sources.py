@@ -36,7 +36,7 @@ from data_pipeline.sampler import DENOMINATOR
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-ALLOWED = f"stdlib, packages:FILE, a file, folder or glob of {ALLOWED_FILES}, or hf:NAME[:CONFIG][:SPLIT]"
+ALLOWED = f"stdlib, a file, folder or glob of {ALLOWED_FILES}, packages:FILE, or hf:NAME[:CONFIG][:SPLIT]"
 ALLOWED += "; in a mixture [NAME=]SOURCE@WEIGHT[:COLUMN]"
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")

@@ -94,7 +94,7 @@ def build_parser() -> Parser:
         nargs="?",
         const="all",
         metavar="RUNG",
-        help="tune and train a recipe, or the control, on each rung of recipes/ladder/plan.json up to RUNG (all)",
+        help="tune and train a recipe, or the control, on each rung of recipes/testbeds/ladder/plan.json up to RUNG (all)",
     )
     parser.add_argument("--deepspeed_config", metavar="FILE", help="the JSON of a --sweep without --recipe (ds_configs/zero0_bf16.json)")
     parser.add_argument("--out", metavar="DIR", help="folder of the report; an earlier report there is replaced (runs/reports/<name>)")
@@ -239,7 +239,9 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     elif flags.ladder:
         others = ("runs", "all", "tune", "testbed", "seeds", "grid", "extend", "deepspeed_config", "force")
         if extra := [*(name for name in others if getattr(flags, name)), *sorted(names & {*PASSED_ON, "ranks"} - {"save_every"})]:
-            raise UsageError(f"--ladder: recipes/ladder/plan.json states its runs; leave out --{extra[0].replace('overrides', 'set')}")
+            raise UsageError(
+                f"--ladder: recipes/testbeds/ladder/plan.json states its runs; leave out --{extra[0].replace('overrides', 'set')}"
+            )
         if len(flags.recipe) > 1:
             raise UsageError("--ladder takes at most one --recipe; leave out the others")
     elif only := [name for name in ("grid", "extend", "deepspeed_config") if getattr(flags, name) and not flags.tune]:

@@ -15,7 +15,7 @@ from recipes.technique import RunForTechniques, Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBEDS = ROOT / "recipes" / "testbeds"
-LADDER = ROOT / "recipes" / "ladder" / "plan.json"
+LADDER = TESTBEDS / "ladder" / "plan.json"
 
 #: Flags of `launch/pretrain.py`, by name without the dashes.
 Flags = dict[str, Any]
@@ -113,7 +113,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Models of growing size on which recipes are compared, as `recipes/ladder.json` states them.
+    """Models of growing size on which recipes are compared, as `recipes/testbeds/ladder.json` states them.
 
     Attributes:
         corpus: flags of `data_pipeline/prepare.py` that make the corpus in the folder `flags["data"]`.

@@ -1,9 +1,9 @@
 """The ladder: whether the gain of a recipe holds as the model grows, for `launch/compare.py --ladder`.
 
 Each side climbs by itself. At each rung, a sweep around the best learning rate of the rung below finds its own best one, on a seed that
-judges nothing, and runs with the seeds from 1 on give its loss there. `recipes/ladder/plan.json` states sizes, rates and seeds; what was
-found is in the `ladder.json` of the recipe's folder, and for AdamW, the control of all, in `recipes/ladder`. Rungs that are published for
-the same plan are not trained again.
+judges nothing, and runs with the seeds from 1 on give its loss there. `recipes/testbeds/ladder/plan.json` states sizes, rates and seeds;
+what was found is in the `ladder.json` of the recipe's folder, and that of AdamW, the control of all, beside the plan. Rungs that are
+published for the same plan are not trained again.
 
 Compute saved (Wen et al., arXiv 2509.02046, call it speed-up): the FLOPs of the control at a rung, divided by those at which the recipe's
 own line, its losses over its FLOPs with straight lines between in log-log, has the control's loss.
