@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import hashlib
+import importlib.metadata
 import io
 import json
 import lzma
@@ -762,3 +763,15 @@ def test_memory_does_not_grow_with_the_text_or_with_a_record(tmp_path):
         if name[:1] not in ("", "a"):
             assert json.loads((tmp_path / f"out-{name}" / "manifest.json").read_text())["dropped"] == {"record too large": 1}
     assert max(peaks.values()) < peaks[""] + 100, peaks  # MiB
+
+
+def test_packages_are_the_python_files_of_those_that_are_pinned_as_installed(run, tmp_path):
+    pins = tmp_path / "pins.txt"
+    pins.write_text(
+        f"# a comment\ntqdm=={importlib.metadata.version('tqdm')}; python_version > '3'\nnumpy==0.1\nno-such-package==1\ntorch>=2\n"
+    )
+    code, _, manifest, *_ = run(f"packages:{pins}")
+    files = [file for file in importlib.metadata.files("tqdm") if file.suffix == ".py"]
+    (source,) = manifest["sources"]
+    assert (code, source["files"]) == (0, len(files)) and source["bytes"] == sum(file.locate().stat().st_size for file in files)
+    assert run(f"packages:{tmp_path}/none.txt")[4].endswith("give a file of NAME==VERSION lines\n")
