@@ -132,6 +132,9 @@ def test_a_climb_is_continued_and_ends_in_a_table(corpus, tmp_path, monkeypatch)
     control, said = climb()
     assert control["S"] == first["S"] and [*control] == ["S", "M"] and "Control" not in said
     assert control["M"]["planned"]["lr"] == control["S"]["lr"] in {point["lr"] for point in control["S"]["grid"]}
+    other = {rung: {**one, "corpora": ["of other packages"]} for rung, one in control.items()}
+    (plan.parent / ladder.FOUND).write_text(json.dumps(other))
+    assert f"{corpus}: is not the corpus of the published control" in refusal_of(compare.main, "--ladder", "--recipe", "recipes/muon")
     (plan.parent / ladder.FOUND).write_text(json.dumps(control))
     found, said = climb("--recipe", "recipes/muon")
     assert found["S"]["planned"]["config"] == read_recipe("recipes/muon").config and all(len(one["losses"]) == 2 for one in found.values())

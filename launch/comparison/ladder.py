@@ -86,12 +86,13 @@ def climb(recipe: Recipe | None, top: str, flags: argparse.Namespace) -> tuple[F
     check_parallel(flags, ranks)
     published, found, rate = found_by(recipe), Found(), own.get("lr", ladder.lr)
     runs: list[Run] = []
+    corpora = {corpus for one in found_by(control_of(recipe) if recipe else None).values() for corpus in one["corpora"]}
     for rung in ladder.rungs[: names.index(top) + 1]:
         planned = {"config": config, "flags": {**ladder.flags, **rung.flags, **own}, "lr": rate, "rates": rung.rates, "seeds": rung.seeds}
         if published.get(rung.name, {}).get("planned") == planned:
             found[rung.name] = published[rung.name]
         else:
-            found[rung.name], trained = _on_rung(f"{name} on rung {rung.name}", planned, ranks, flags)
+            found[rung.name], trained = _on_rung(f"{name} on rung {rung.name}", planned, ranks, corpora, flags)
             runs += trained
             if recipe is None and None in found[rung.name]["losses"]:
                 raise TrainingFailed(f"{name} on rung {rung.name}: a run of the control diverged; lower its rates in {LADDER.name}")
@@ -99,8 +100,10 @@ def climb(recipe: Recipe | None, top: str, flags: argparse.Namespace) -> tuple[F
     return found, runs
 
 
-def _on_rung(where: str, planned: dict[str, Any], ranks: int, flags: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
-    """Sweep the rate, then train with the best one."""
+def _on_rung(
+    where: str, planned: dict[str, Any], ranks: int, corpora: set[str], flags: argparse.Namespace
+) -> tuple[dict[str, Any], list[Run]]:
+    """Sweep the rate, then train with the best one. corpora: the fingerprints of those of the published control, which this must share."""
 
     def trials(point: Flags, seeds: Sequence[int]) -> list[Trial]:
         words = as_words({**planned["flags"], **point})
@@ -108,7 +111,10 @@ def _on_rung(where: str, planned: dict[str, Any], ranks: int, flags: argparse.Na
 
     rates: list[int | float | str] = [float(f"{planned['lr'] * factor:.3g}") for factor in planned["rates"]]
     arm = Arm(where, {"lr": rates}, lambda point: trials(point, [SWEEP_SEED]), extends=True)
-    tokens = trials(arm.start, [SWEEP_SEED])[0].config.total_tokens
+    first = trials(arm.start, [SWEEP_SEED])[0]
+    if corpora and first.described["corpus_fingerprint"] not in corpora:
+        raise UsageError(f"{planned['flags']['data']}: is not the corpus of the published control; make it from the same packages")
+    tokens = first.config.total_tokens
     print_once(
         f"{where}: {len(rates)} rates around {planned['lr']:g}, then {planned['seeds']} seeds at the best, of {tokens:,} tokens each"
     )
