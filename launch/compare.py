@@ -203,7 +203,7 @@ def _ladder(flags: argparse.Namespace) -> int:
     if recipe and not control:
         first = f"python launch/compare.py --ladder{f' --recipe recipes/{other.name}' if other else ''} --publish"
         raise UsageError(f"--ladder: the control of {recipe.name} is not published; first: {first}")
-    found, runs = ladder.climb(recipe, flags.ladder, flags)
+    found, runs = ladder.climb(recipe, control, flags.ladder, flags)
     files = [_out(flags) / ladder.FOUND]
     if flags.publish:
         publish.check_runs("--publish", runs)
@@ -273,7 +273,7 @@ def _check_out(out: str | None) -> None:
     if out is None:
         return
     check_writable(folder := Path(out), "--out")
-    if folder.is_dir() and any(folder.iterdir()) and not {"report.json", "best.sh", "ladder.json"} & {*os.listdir(folder)}:
+    if folder.is_dir() and (there := {*os.listdir(folder)}) and not there & {"report.json", "best.sh", "ladder.json"}:
         raise UsageError(f"--out {out}: is not empty, and holds no report to replace; give another folder")
 
 

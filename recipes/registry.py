@@ -125,7 +125,6 @@ class Ladder:
     __pydantic_config__ = STRICT
 
     name: str
-    title: str
     corpus: Flags
     flags: Flags
     lr: float

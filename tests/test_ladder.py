@@ -116,7 +116,7 @@ def test_a_climb_is_continued_and_ends_in_a_table(corpus, tmp_path, monkeypatch)
         for name, size in (("S", 1), ("M", 2))
     ]
     made = json.loads((corpus / "manifest.json").read_text())["options"]
-    plan.write_text(json.dumps({"title": "tiny", "corpus": {"tokenizer": made["tokenizer"]}, "flags": tiny, "lr": 0.01, "rungs": rungs}))
+    plan.write_text(json.dumps({"corpus": {"tokenizer": made["tokenizer"]}, "flags": tiny, "lr": 0.01, "rungs": rungs}))
     for module in (registry, ladder, compare):
         monkeypatch.setattr(module, "LADDER", plan)
 

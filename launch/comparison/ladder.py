@@ -1,4 +1,4 @@
-"""The ladder: whether the gain of a recipe holds as the model grows, for `launch/compare.py --ladder`.
+"""The ladder: whether the gain of a recipe holds as the model grows at 20 tokens per parameter (Hoffmann et al., arXiv 2203.15556).
 
 Each side climbs by itself. At each rung, a sweep around the best learning rate of the rung below finds its own best one, on a seed that
 judges nothing, and runs with the seeds from 1 on give its loss there. `recipes/testbeds/ladder/plan.json` states sizes, rates and seeds;
@@ -23,7 +23,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from launch.comparison.comparison import LOSS
-from launch.comparison.experiments import check_corpus, check_parallel, share_cores, train_missing
+from launch.comparison.experiments import check_corpus, check_parallel, share_cores
 from launch.comparison.pictures import PALETTE, STYLE
 from launch.comparison.runs import Run
 from launch.comparison.sweep import SWEEP_SEED, Arm, train_arms
@@ -46,7 +46,8 @@ class Gain(NamedTuple):
     """A recipe at a rung.
 
     loss: its difference to the control, paired by seed. saved: the control's compute as a multiple of what the recipe needs for its loss,
-    with the interval that follows from that of `loss`; None on a ladder of one rung. beyond: whether the loss is outside the recipe's line.
+    with the interval that follows from that of `loss`; None for one rung, or a line that does not fall. beyond: whether the control's loss
+    is outside the recipe's line.
     """
 
     loss: Interval
@@ -64,8 +65,16 @@ def control_of(recipe: Recipe) -> Recipe | None:
     return next((one for one in read_recipes() if one.config == recipe.control and one.ladder is not None), None)
 
 
-def climb(recipe: Recipe | None, top: str, flags: argparse.Namespace) -> tuple[Found, list[Run]]:
+def published_sides(recipe: Recipe) -> tuple[Found, Found] | None:
+    """What is published of a recipe's control, and of the recipe; None if it is not on the ladder, or not yet."""
+    found = found_by(recipe) if recipe.ladder is not None else {}
+    return (found_by(control_of(recipe)), found) if found else None
+
+
+def climb(recipe: Recipe | None, control: Found, top: str, flags: argparse.Namespace) -> tuple[Found, list[Run]]:
     """Train what is missing of a recipe, or of the control, up to the rung `top`; what was found, and the runs that were trained for it.
+
+    control: what is published of its control.
 
     Raises:
         UsageError: the recipe is not on the ladder, or a run cannot be trained here; nothing is trained.
@@ -86,7 +95,7 @@ def climb(recipe: Recipe | None, top: str, flags: argparse.Namespace) -> tuple[F
     check_parallel(flags, ranks)
     published, found, rate = found_by(recipe), Found(), own.get("lr", ladder.lr)
     runs: list[Run] = []
-    corpora = {corpus for one in found_by(control_of(recipe) if recipe else None).values() for corpus in one["corpora"]}
+    corpora = {corpus for one in control.values() for corpus in one["corpora"]}
     for rung in ladder.rungs[: names.index(top) + 1]:
         planned = {"config": config, "flags": {**ladder.flags, **rung.flags, **own}, "lr": rate, "rates": rung.rates, "seeds": rung.seeds}
         if published.get(rung.name, {}).get("planned") == planned:
@@ -121,15 +130,12 @@ def _on_rung(
     swept = train_arms([arm], flags)
     if arm.chosen is None:
         raise TrainingFailed(f"{where}: every run diverged; lower its first learning rate, {planned['lr']:g}")
-    judged = trials(arm.chosen, range(1, planned["seeds"] + 1))
-    runs, failures = train_missing(flags, [[one] for one in judged])
-    for one in judged:
-        if one.name not in runs or runs[one.name].state == "unfinished":
-            raise TrainingFailed(f"{one.name} did not finish: {failures.get(one.name, 'stopped')}; the same command resumes it")
-    measures = [runs[one.name].measures for one in judged]
+    best = Arm(where, {"lr": [arm.chosen["lr"]]}, lambda point: trials(point, range(1, planned["seeds"] + 1)))
+    runs = train_arms([best], flags)
+    measures = [runs[one.name].measures for one in best.trials(arm.chosen)]
     losses = [one[LOSS] if math.isfinite(one[LOSS]) else None for one in measures]
-    sums = {key: float(np.mean([one[key] for one in measures])) for key in ("flops", "seconds")}
-    found = {"planned": planned, **origin_of(runs.values()), **arm.chosen, "grid": arm.grid, "losses": losses, **sums}
+    flops = float(np.mean([one["flops"] for one in measures]))
+    found = {"planned": planned, **origin_of(runs.values()), **arm.chosen, "grid": arm.grid, "losses": losses, "flops": flops}
     return found, [*swept.values(), *runs.values()]
 
 

@@ -142,9 +142,8 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     blocks = [Table("Results", ["testbed", *shown, "claims"], rows).markdown()]
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
-    if recipe.ladder is not None and (climbed := ladder.found_by(recipe)):
-        control = ladder.found_by(ladder.control_of(recipe))
-        blocks += [ladder.table(control, climbed).markdown(), ladder.sentence(ladder.gains(control, climbed))]
+    if both := ladder.published_sides(recipe):
+        blocks += [ladder.table(*both).markdown(), ladder.sentence(ladder.gains(*both))]
         blocks.append(f"![Compute saved by {recipe.name} over compute, and its best learning rates](ladder.png)")
     legend = f"Means of the pairs, with 95% intervals; {', '.join(f'{sign} {outcome}' for outcome, sign in SIGNS.items())}."
     blocks.append(f"{legend} All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
@@ -330,8 +329,7 @@ def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
             made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs))
     for file in ROOT.glob("recipes/**/tuning.json"):
         made[file.with_suffix(".png")] = partial(draw_tuning, read_committed(file))
-    on_ladder = [(one, ladder.found_by(one)) for one in read_recipes() if one.ladder is not None]
-    climbed = {one.name: (ladder.found_by(ladder.control_of(one)), found) for one, found in on_ladder if found}
+    climbed = {one.name: both for one in read_recipes() if (both := ladder.published_sides(one))}
     for name, both in climbed.items():
         made[ROOT / "recipes" / name / "ladder.png"] = partial(ladder.draw_ladder, {name: both})
     if climbed:
