@@ -21,7 +21,7 @@ from tests.distributed.ranks import skip_without_gpus
 ROOT = Path(__file__).resolve().parents[2]
 #: A model that is there in a second and makes a step in a hundredth of one.
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--micro_batch_size", "1", "--eval_batches", "1"]
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240.0
 
 
 class LaunchedRun:

@@ -97,8 +97,9 @@ AT_THE_GATE = [
 #: technique does the same at every stage: it is in a modern model at stage 2, and a variant of it at the last stage.
 EVERY = [
     *AT_THE_GATE,
-    *((name, "gpt2", form, 3, 2) for form in FORMS for name in ("plain", "mixture_of_experts")),
-    *(("plain", "gpt2", form, 1, 1) for form in ("stage 1", "stage 3", *OFFLOADED)),
+    *(("plain", "gpt2", form, 3, 2) for form in FORMS),
+    *(("mixture_of_experts", "gpt2", form, 3, 2) for form in (*STAGES, OFFLOADED[-1])),
+    *(("plain", "gpt2", form, 1, 1) for form in ("stage 1", "stage 3", OFFLOADED[-1])),
     *(("plain", model, stage, 3, 2) for model in ("llama", "qwen3") for stage in ("stage 0", "stage 1", "stage 3")),
     *(("plain", model, form, 3, 2) for form, model in zip(OFFLOADED, ("llama", "qwen3", "llama", "qwen3"), strict=True)),
     *((name, "qwen3", stages_of(name)[-2:][0], 3, 2) for name in TECHNIQUES if "," not in name and name != "mixture_of_experts"),

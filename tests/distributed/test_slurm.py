@@ -39,9 +39,14 @@ def slurm(tmp_path):
 
 
 class Job:
-    """A job of two tasks of `pretrain.sbatch`. least: seconds that a start lasts, after which the run may start again."""
+    """A job of two tasks of `pretrain.sbatch`.
 
-    def __init__(self, slurm: dict[str, str], corpus: Path, folder: Path, *options: str, least: int = 60):
+    Args:
+        least: seconds that a start lasts, after which the run may start again.
+        steps: of the run.
+    """
+
+    def __init__(self, slurm: dict[str, str], corpus: Path, folder: Path, *options: str, least: int = 60, steps: int = STEPS):
         self.slurm, self.run, self.out = slurm, folder / "runs" / "r", folder / "job.out"
         # What a user edits; this Slurm has no GPUs.
         script = folder / "pretrain.sbatch"
@@ -50,7 +55,7 @@ class Job:
         self.number = self.command(
             *("sbatch", "--parsable", "--nodes=1", "--ntasks=2", f"--output={self.out}", *options, script),
             *("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", corpus, "--runs_dir", folder / "runs", "--run_name", "r"),
-            *(*TINY, "--global_batch_size", "32", "--steps", STEPS, "--save_every", "0", "--eval_every", "0"),
+            *(*TINY, "--global_batch_size", "32", "--steps", steps, "--save_every", "0", "--eval_every", "0"),
         ).strip()
 
     def command(self, *words: object) -> str:
@@ -184,11 +189,11 @@ def test_a_cancelled_and_a_failed_job_are_not_requeued(slurm, corpus, tmp_path):
 
 
 def test_a_run_whose_rank_is_killed_starts_again_in_its_allocation(slurm, corpus, tmp_path):
-    job = Job(slurm, corpus, tmp_path, "--time=10", least=0)
+    job = Job(slurm, corpus, tmp_path, "--time=10", least=0, steps=500)
     job.train(5)
     of_job = ("pgrep", "-f", f"python launch/pretrain.py .*--runs_dir {tmp_path}/runs")
     tasks = [int(line) for line in subprocess.run(of_job, capture_output=True, text=True).stdout.split()]
     tasks = [number for number in tasks if Path(f"/proc/{number}/comm").read_text().startswith("python")]
     os.kill(tasks[0], signal.SIGKILL)
     job.wait_until(lambda: job.field("JobState") == "COMPLETED")
-    assert job.field("Restarts") == "0" and job.losses()[-1][0] == STEPS
+    assert job.field("Restarts") == "0" and job.losses()[-1][0] == 500
