@@ -283,11 +283,11 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
 def _find(root: Path, excluded: frozenset[str], spec: str) -> list[Path]:
     """The files below `root` without hidden ones. Links to folders are not followed."""
 
-    def refuse(reason: OSError) -> None:
+    def refuse_folder(reason: OSError) -> None:
         raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); fix that, or move it away")
 
     files = list[Path]()
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
+    for folder, subfolders, names in os.walk(root, onerror=refuse_folder):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     return files

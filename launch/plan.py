@@ -51,7 +51,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="python launch/plan.py",
         description="Print the memory of each rank by part, the bytes it sends and the time of a run, at every ZeRO stage. Does not train.",
-        epilog="Example: python launch/plan.py --preset llama3-8b --gpus 16 --device h100 --tokens 1T --memory 80GB",
+        epilog="Example: python launch/plan.py --preset llama3-8b --gpus 16 --device h100 --memory 80GB --tokens 1T --interconnect 400gbit",
     )
     add_flags(parser, MODEL)
     corpus = f"corpus that gives the vocabulary size; it may be missing (the published model's size, or {DEFAULT_DATA})"
@@ -87,8 +87,10 @@ def main() -> int:
     flags = build_parser().parse(sys.argv[1:])
     device = "cpu" if (flags.device or device_type()) == "cpu" else "cuda"
     if flags.longest_sequence:
-        if not flags.memory or flags.seq_len:
-            raise UsageError("--longest_sequence looks for --seq_len, and needs --memory, for example --memory 80GB; give only the latter")
+        if flags.seq_len:
+            raise UsageError("--longest_sequence: looks for the longest --seq_len; leave --seq_len out")
+        if not flags.memory:
+            raise UsageError("--longest_sequence: fits into --memory, which is not given; give it, for example --memory 80GB")
         flags.micro_batch_size = flags.micro_batch_size or 1
     runs = _runs(flags)
     first = next(iter(runs.values()))
@@ -108,7 +110,8 @@ def main() -> int:
     print_once(
         f"{parameters_in_words(model)} ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
         f"{model.components}, vocabulary {model.vocab_size:,}), {first.precision}\n"
-        f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks_in_words}; "
+        f"{first.micro_batch_size} sequence{'s' * (first.micro_batch_size > 1)} x "
+        f"{first.gradient_accumulation_steps} accumulation x {first.ranks_in_words}; "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
         + "".join(f"{note}\n" for note in dict.fromkeys(note for run in runs.values() for note in registry.make_techniques(run).notes))
     )
@@ -119,6 +122,8 @@ def main() -> int:
         times = {name: columns[name]["time"] for name in fitting["fit"]}
         checkpointed = _runs(flags, *CHECKPOINTED) if fitting["fit_checkpointed"] else {}
         times |= {f"{name} checkpointed": _plan(checkpointed[name], device, hardware)["time"] for name in fitting["fit_checkpointed"]}
+        if not flags.memory:
+            print_once("\nWhether they fit is not asked; --memory, such as --memory 80GB, times only what does.")
         if times:
             print_once("\n" + "\n".join(time_table(first.ranks, first.total_tokens, hardware._asdict(), times)))
     if flags.memory:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from launch.config.explain import explain as explained_run
-from launch.config.run_config import RunConfig, needs_cuda, resolve
+from launch.config.run_config import RunConfig, cuda_requirement, resolve
 from launch.config.step_time import hardware_of
 from launch.errors import run_command
 from launch.formats.checkpoint_files import complete_checkpoints, file_entry, read_state, state_text
@@ -121,7 +121,7 @@ def skip_unless_the_device_can(config: RunConfig) -> None:
         pytest.skip(config.lacks[0])
     for path, capability in config.cuda_only.items():
         if torch.cuda.get_device_capability() < capability:
-            pytest.skip(needs_cuda(path, capability))
+            pytest.skip(cuda_requirement(path, capability))
 
 
 def refused_start(runs: Path, *flags: str | Path) -> str:

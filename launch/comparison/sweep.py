@@ -138,9 +138,13 @@ class Swept:
         return {self.name: {**origin_of(self.runs.values()), **self.about, "arms": by_name}}
 
     def script(self, runs_dir: str | None) -> str:
-        """The commands that train the best point of each side, in `runs_dir` if it is given."""
+        """The commands that train the best point of each side, in `runs_dir` if it is given, as runs that are not there yet."""
         best = {arm.name: arm.trials(arm.chosen)[0] for arm in self.arms if arm.chosen is not None}
-        commands = [f"# the best of {name}\n{_command(trial, f'{name}-best', runs_dir)}\n" for name, trial in best.items()]
+        commands = list[str]()
+        for name, trial in best.items():
+            names = itertools.chain([f"{name}-best"], (f"{name}-best-{number}" for number in itertools.count(2)))
+            free = next(one for one in names if not Path(runs_dir or "runs", one).exists())
+            commands.append(f"# the best of {name}\n{_command(trial, free, runs_dir)}\n")
         return "".join([f"cd {shlex.quote(str(Path.cwd()))}\n", *commands])
 
     def comparison(self) -> Comparison | None:

@@ -18,7 +18,7 @@ from launch.config.deepspeed_json import defaults_left_open, leaves, value_at
 from launch.config.deepspeed_schema import DTYPES, deepspeed_silenced, quiet_deepspeed
 from launch.config.flags import EVALUATION, LENGTH, MODEL, RUN, flags_of
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
-from launch.config.run_config import RunConfig, needs_cuda
+from launch.config.run_config import RunConfig, cuda_requirement
 from launch.config.step_time import Hardware, time_of
 from launch.errors import printable_line
 from launch.formats.files import dotted
@@ -130,7 +130,7 @@ def explain(config: RunConfig, hardware: Hardware | None = None) -> dict[str, An
             *config.notes,
             *(f"'{path}' changes memory or bytes sent, which the plan ignores" for path in not_planned(config)),
         ],
-        "needs": [needs_cuda(place, capability) for place, capability in config.cuda_only.items()],
+        "needs": [cuda_requirement(place, capability) for place, capability in config.cuda_only.items()],
         "lacks": list(config.lacks),
     }
 

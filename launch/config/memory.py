@@ -250,7 +250,7 @@ def _model_states(sizes: MemorySizes) -> Iterator[Term]:
     run, stage, w, whole = sizes.run, sizes.stage, sizes.w, sizes.sum_width * sum(sizes.flat)
     owned, accumulates = sum(sizes.owned), run.gradient_accumulation_steps > 1
     weights = w * owned * (run.ranks if stage in (1, 2) else 1)
-    if stage == 3 and (group := second_group(sizes.zero, run.ranks)) > 1:
+    if stage == 3 and (group := hpz_ranks(sizes.zero, run.ranks)) > 1:
         # A second copy of what does not persist, from the forward pass to the update.
         persists = int(sizes.zero["stage3_param_persistence_threshold"])
         weights += sum(w * -(-n // run.ranks) * run.ranks // group for n in sizes.flat if n > persists)
@@ -294,7 +294,7 @@ def _update(sizes: MemorySizes) -> Iterator[Term]:
     yield Term("update", size + sizes.replaced.get("update", 0) * (not sizes.offloads_optimizer), ("update",))
 
 
-def second_group(zero: dict[str, Any], ranks: int) -> int:
+def hpz_ranks(zero: dict[str, Any], ranks: int) -> int:
     """The number of ranks in ZeRO++'s secondary partition of the weights (hpZ); 1 if there is none."""
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
@@ -562,7 +562,7 @@ def bytes_sent_per_step(run: RunConfig, model: GPTConfig, accumulation: int) -> 
     gathered, g = gathered_weights(sizes)[0] * accumulation, 1 if zero.get("zero_quantized_weights") else w
     norms = (FP32 if sizes.offloads_optimizer else 8) * len(sizes.sub_groups)
     sent = share * (gradients + w * persistent + 2 * (loss_and_signals + norms + (run.precision == "fp16")))
-    if (group := second_group(zero, ranks)) == 1:
+    if (group := hpz_ranks(zero, ranks)) == 1:
         return round(sent + share * g * gathered)
     first = padded - persistent  # once from all ranks, and then from the group that has the second copy
     return round(sent + g * (share * first + (group - 1) / group * (gathered - first)))

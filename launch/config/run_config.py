@@ -164,7 +164,7 @@ class RunConfig(RunValues, RunForTechniques):
         return {**own, "engine": self.ds_config, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
-def needs_cuda(place: str, capability: tuple[int, int]) -> str:
+def cuda_requirement(place: str, capability: tuple[int, int]) -> str:
     """The message that the key at `place` needs CUDA."""
     return f"{place} needs CUDA" + (f" and compute capability {capability[0]}.{capability[1]} or higher" if any(capability) else "")
 
@@ -448,7 +448,8 @@ def _ranks(flags: argparse.Namespace) -> int | None:
 def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
     """The preset and the model. Replaces `flags.architecture`, if it is not given, by the preset's."""
     if flags.preset not in PRESETS:
-        raise UsageError(f"--preset {flags.preset}: no such preset{nearest(flags.preset, PRESETS)}; there are {', '.join(PRESETS)}")
+        meant = nearest(flags.preset, PRESETS) or f"; there are {', '.join(PRESETS)}"
+        raise UsageError(f"--preset {flags.preset}: no such preset{meant}")
     preset = PRESETS[flags.preset]
     flags.architecture = flags.architecture or preset.architecture
     given = given_fields(flags, asdict(preset.shape))

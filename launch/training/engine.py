@@ -25,7 +25,7 @@ from launch.config.flags import VALUES
 from launch.config.hardware import bf16_arithmetic, unused_gpus
 from launch.config.optimizer import ADAM_TYPES, decouples_weight_decay
 from launch.config.ranks import ranks_of_host
-from launch.config.run_config import RunConfig, needs_cuda
+from launch.config.run_config import RunConfig, cuda_requirement
 from launch.errors import TrainingFailed, UsageError
 from launch.training.checkpoints.start_from import fill_masters, fill_model
 from launch.training.deepspeed_fixes.corrections import after_initialize, before_initialize
@@ -268,7 +268,7 @@ def check_device(config: RunConfig) -> None:
         )
     for place, capability in config.cuda_only.items():
         if (lacking := _lacking(device, capability)) is not None:
-            faults.append(f"{needs_cuda(place, capability)}, and this is {lacking}; leave it out")
+            faults.append(f"{cuda_requirement(place, capability)}, and this is {lacking}; leave it out")
     if config.quantizes_weights and device == "cuda" and not installed_ops.get("quantizer") and CUDA_HOME is None:
         why = "needs the CUDA toolkit (nvcc), to build kernels; install it and set CUDA_HOME, or leave the key out"
         faults.append(f"{config.config_file}: 'zero_optimization.zero_quantized_weights' {why}")

@@ -206,7 +206,8 @@ class RunFolder:
         if self._branched:
             self.log(f"branched from {self._description['branch_from']}")
         if step:
-            self.log(f"resuming after step {step}")
+            ended = state["tokens"] >= config.total_tokens
+            self.log(f"resuming after step {step}" + ", the last one; --steps with a larger number trains further" * ended)
         elif config.resume:
             new = f"; {self.path} is a new run" if self._is_new else ""
             self.log(f"no complete checkpoint to resume from: starting at step 0{new}", always=True)

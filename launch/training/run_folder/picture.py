@@ -81,6 +81,7 @@ def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initia
         top = axes.secondary_xaxis("top")
         top.set_xticks(list(np.interp(ticks, steps, tokens)), list(map(str, ticks)))  # steps may differ in their number of tokens
         top.set_xlabel("steps")
+        resumed = [*dict.fromkeys(resumed)]
         for number, at in enumerate(np.interp(resumed, steps, tokens)):
             axes.axvline(at, color="#333333", linestyle=":", label=None if number else f"resumed after step {', '.join(map(str, resumed))}")
     sources = dict.fromkeys(key for line in lines for key in line if key.startswith("val_loss/"))

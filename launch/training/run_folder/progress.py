@@ -29,7 +29,8 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     yield f"{config.runs_dir}/{config.run_name}: {in_words(config.model_config)}, {arithmetic}"
     step = "step" if config.steps_to_make == config.steps else "full step"
     yield (
-        f"{config.micro_batch_size} sequences x {config.gradient_accumulation_steps} accumulation x {config.ranks_in_words} x "
+        f"{config.micro_batch_size} sequence{'s' * (config.micro_batch_size > 1)} x "
+        f"{config.gradient_accumulation_steps} accumulation x {config.ranks_in_words} x "
         f"{shape.seq_len} tokens = {config.tokens_per_step:,} tokens a {step}, {config.steps_to_make:,} steps, "
         f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs)"
     )
