@@ -113,7 +113,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Models of growing size on which recipes are compared, as `recipes/testbeds/ladder.json` states them.
+    """Models of growing size on which recipes are compared, as `recipes/testbeds/ladder/plan.json` states them.
 
     Attributes:
         corpus: flags of `data_pipeline/prepare.py` that make the corpus in the folder `flags["data"]`.

@@ -212,9 +212,9 @@ def test_a_download_that_fails_does_not_discard_steps(flags, stored, tmp_path):
 
 @needs_s3
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["killed during an upload", "frozen"])
+@pytest.mark.parametrize("fault", ["killed during an upload", "frozen", "closed"])
 def test_a_store_at_fault_changes_nothing_in_training(fault, flags, tmp_path, monkeypatch):
-    """An upload is interrupted: the run is killed, or the server freezes. Then a host that has nothing resumes."""
+    """An upload is interrupted: the run is killed, or the server freezes or goes away. Then a host that has nothing resumes."""
     given = [*flags[len(TINY) :], "--checkpoint_store", "s3://bucket/x", "--save_every", "10", "--steps"]
     with s3_server("bucket") as port:
         proxy = Proxy(port)
@@ -229,7 +229,7 @@ def test_a_store_at_fault_changes_nothing_in_training(fault, flags, tmp_path, mo
             run.kill()
             proxy.frozen.set()
         else:
-            proxy.frozen.set()
+            proxy.frozen.set() if fault == "frozen" else proxy.close()
             run.wait_for_step(run.last_step() + 50)  # training goes on
             run.rank(0).send_signal(signal.SIGTERM)
             start = time.monotonic()

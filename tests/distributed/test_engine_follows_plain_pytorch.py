@@ -93,8 +93,9 @@ AT_THE_GATE = [
     ("muon", "gpt2", "stage 2", 1, 2),
     ("random_ltd, checkpointed", "qwen3", "stage 3", 1, 2),
 ]
-#: The engine in every form, with a GPT-2 and with experts; the other models at each stage, and with each offload here or in `HALF`. A
-#: technique does the same at every stage: it is in a modern model at stage 2, and a variant of it at the last stage.
+#: The engine in every form with a GPT-2, and with experts at each stage and with all offloaded; the other models at each stage, and with
+#: each offload here or in `HALF`. A technique does the same at every stage: it is in a modern model at stage 2, and a variant of it at the
+#: last stage.
 EVERY = [
     *AT_THE_GATE,
     *(("plain", "gpt2", form, 3, 2) for form in FORMS),

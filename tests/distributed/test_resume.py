@@ -123,7 +123,7 @@ MOMENTS = [within_a_step, while_a_checkpoint_is_written]
     ("stage", "ranks", "moments"),
     [
         pytest.param(3, 2, MOMENTS[1:], marks=pytest.mark.gate),
-        pytest.param(1, 1, MOMENTS, marks=long),
+        *(pytest.param(*case, MOMENTS, marks=long) for case in ((1, 1), (3, 2))),
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, run, of, pools, tmp_path):

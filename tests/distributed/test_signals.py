@@ -74,6 +74,7 @@ def to_group(run: LaunchedRun) -> Callable[[int], None]:
         pytest.param(to_command, signal.SIGTERM, 143, id="SIGTERM-deepspeed", marks=pytest.mark.long),
         pytest.param(to_launcher, signal.SIGTERM, 1, id="SIGTERM-launcher", marks=pytest.mark.long),  # launch.py ends with 1 on any signal
         pytest.param(to_rank(1), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-1", marks=pytest.mark.gate),
+        pytest.param(to_rank(1), signal.SIGUSR2, REQUEUE, id="SIGUSR2-rank-1", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group", marks=pytest.mark.gate),
         pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGHUP, 129, id="SIGHUP-group", marks=pytest.mark.long),
@@ -129,10 +130,11 @@ def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
 @pytest.mark.parametrize(
     ("target", "number", "code"),
     [
+        (to_rank(0), signal.SIGTERM, 143),
         (to_command, signal.SIGTERM, 143),
         (to_rank(1), signal.SIGUSR1, REQUEUE),
     ],
-    ids=["SIGTERM-deepspeed", "SIGUSR1-rank-1"],
+    ids=["SIGTERM-rank-0", "SIGTERM-deepspeed", "SIGUSR1-rank-1"],
 )
 def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, number, code, flags, finish, uninterrupted, tmp_path):
     if signal.getsignal(number) == signal.SIG_IGN:

@@ -156,6 +156,7 @@ def ended(command: Command) -> None:
     ("number", "code", "more"),
     [
         pytest.param(signal.SIGINT, 130, [], id="SIGINT-interleaved"),
+        pytest.param(signal.SIGTERM, 143, ["--parallel", "2"], id="SIGTERM-parallel"),
         pytest.param(signal.SIGKILL, -9, ["--parallel", "2"], id="SIGKILL-parallel"),
     ],
 )
