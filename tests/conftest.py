@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import subprocess
@@ -124,6 +125,7 @@ def device(pytestconfig) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what runs on a GPU only. What only the gate runs is long."""
+    gc.freeze()  # what the tests import, a million objects, is no garbage: no collection looks through it again
     for item in items:
         if item.get_closest_marker("gate"):
             item.add_marker("long")

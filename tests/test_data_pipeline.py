@@ -70,19 +70,6 @@ def corpus_folder(prepared, tmp_path) -> Path:
 # The command
 
 
-def test_the_standard_library_is_a_corpus_on_every_machine(tmp_path):
-    done = prepare("--source", "stdlib", "--out", tmp_path / "stdlib")
-    assert done.returncode == 0, done.stderr
-    corpus = open_corpus(tmp_path / "stdlib")
-    corpus.verify()
-    assert (corpus.vocab_size, corpus.eot_id, corpus.dtype) == (8192, 8191, np.dtype("<u2"))
-    assert 2_500_000 < corpus.train.n_tokens < 4_500_000
-    assert 0.01 < corpus.val.n_tokens / corpus.train.n_tokens < 0.1
-    for word in ("bytes/token", "train", "val", f"{corpus.train.n_tokens:,}"):
-        assert word in done.stdout
-    assert "%" not in done.stderr  # no bar without a terminal
-
-
 def read_split(corpus, name) -> np.ndarray:
     return np.concatenate([np.fromfile(corpus.path / shard["file"], corpus.dtype) for shard in corpus.manifest["splits"][name]["shards"]])
 

@@ -122,7 +122,7 @@ def test_explain_names_what_the_plan_does_not_count(corpus):
         (["--memory", "0.00GB"], "is not an amount of memory"),
         (["--d_model", "100", "--n_head", "3"], "d_model must be a multiple of n_head"),
         (["--ranks", "0"], "--ranks: 0 is out of range"),
-        (["--longest_sequence"], "needs --memory, for example --memory 80GB"),
+        (["--longest_sequence"], "which is not given; give it, for example --memory 80GB"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, line):

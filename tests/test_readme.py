@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from benchmarks.__main__ import benchmarks
+from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import train_tokenizer
 from launch.compare import _check_sources, _passed_on, build_parser
 from launch.comparison.interleaved import free_port
@@ -211,10 +213,28 @@ def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(command, c
     assert f"the curve is runs/{folder.name}/loss.png" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def data_made(checkout) -> subprocess.CompletedProcess[str]:
+    """What `make data` in the copy ends with."""
+    return subprocess.run(["make", "-o", ".venv/.installed", "data"], cwd=checkout, capture_output=True, text=True)
+
+
+def test_the_standard_library_is_a_corpus_on_every_machine(data_made, checkout):
+    assert data_made.returncode == 0, data_made.stderr
+    corpus = open_corpus(checkout / "data/stdlib")
+    corpus.verify()
+    assert (corpus.vocab_size, corpus.eot_id, corpus.dtype) == (8192, 8191, np.dtype("<u2"))
+    assert 2_500_000 < corpus.train.n_tokens < 4_500_000
+    assert 0.01 < corpus.val.n_tokens / corpus.train.n_tokens < 0.1
+    for word in ("bytes/token", "train", "val", f"{corpus.train.n_tokens:,}"):
+        assert word in data_made.stdout
+    assert "%" not in data_made.stderr  # no bar without a terminal
+
+
+@pytest.mark.usefixtures("data_made")
 @pytest.mark.parametrize(("page", "script"), [("docs/configuration.md", "launch/pretrain.py"), ("docs/memory.md", "launch/plan.py")])
 def test_an_excerpt_is_what_the_command_prints(page, script, checkout):
     """Each line of the excerpt, wherever it stands, with the corpus that it names."""
-    subprocess.run(["make", "-o", ".venv/.installed", "data"], cwd=checkout, capture_output=True, check=True)
     before, _, after = PAGES[page].partition("An excerpt, with the corpus of")
     command = re.findall(rf"^    python ({script} .*)$", before, re.MULTILINE)[-1]
     words = [sys.executable, *shlex.split(command)]

@@ -35,6 +35,9 @@ from recipes.gradients import set_gradient
 from recipes.technique import RunForTechniques, StepWork, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
+# What was imported before the ranks and commands are forked, a million objects, is no garbage: no collection looks through it again.
+gc.freeze()
+
 
 def threads_when_bound(cores: list[list[int]]) -> int:
     """torch's threads when the launcher has bound each rank to its `cores` and the user has not chosen a number."""
@@ -80,10 +83,7 @@ def pretrain_on(processors: list[str], folder: str, flags: list[str]) -> list[di
 
 
 def forget_engines() -> None:
-    """Let go of the engines of earlier jobs: stage 3 keeps them in an `lru_cache` of its coordinator's class.
-
-    What is left of the first job are modules and their caches, a million objects, which no later collection looks through again.
-    """
+    """Let go of the engines of earlier jobs: stage 3 keeps them in an `lru_cache` of its coordinator's class."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     if "torch._dynamo" in sys.modules:  # it takes compiled blocks for the same at every stage
@@ -91,8 +91,6 @@ def forget_engines() -> None:
     decisions = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
     getattr(decisions, "cache_clear", lambda: None)()
     gc.collect()
-    if not gc.get_freeze_count():
-        gc.freeze()
 
 
 class ChangingPlan(Technique):

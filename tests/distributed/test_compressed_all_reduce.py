@@ -38,7 +38,8 @@ def worker_errors(found: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         pytest.param(2, 65_536, marks=pytest.mark.long),
         pytest.param(4, 65_536, marks=pytest.mark.long),
         pytest.param(2, 4096, marks=pytest.mark.long),
-        (4, 32),
+        pytest.param(4, 32, marks=pytest.mark.long),
+        (4, 512),
     ],
 )
 def test_twenty_rounds_are_those_of_the_published_algorithm(ranks, block, pools):

@@ -141,7 +141,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(("model", "dropout"), [("gpt2", 0.1), ("qwen3", 0.0)])
+@pytest.mark.parametrize(("model", "dropout"), [("gpt2", 0.1), pytest.param("qwen3", 0.0, marks=pytest.mark.gate)])
 def test_the_log_names_the_kernels_that_were_taken_and_skipped(model, dropout, one_rank, corpus, tmp_path, device):
     """With dropout, attention stays torch's."""
     run = technique_flags("fused_kernels", corpus, tmp_path, ranks=1, precision="bf16", model=model)
