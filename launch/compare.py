@@ -214,7 +214,7 @@ def _ladder(flags: argparse.Namespace) -> int:
     lines = ladder.control_table(found).text().splitlines()
     if recipe:
         ladder.draw_ladder({recipe.name: (control, found)}, files[0].with_suffix(".png"))
-        lines = [*ladder.table(control, found).text().splitlines(), ladder.sentence(ladder.gains(control, found))]
+        lines = [*ladder.table(control, found).text().splitlines(), ladder.whether_gain_holds(ladder.gains(control, found))]
     if flags.publish:
         recipe_pages.write_pages()
     print_once("\n".join([*lines, *(f"written: {printable_line(str(file))}" for file in files)]))

@@ -367,6 +367,7 @@ class GPT(nn.Module):
         x = self.ln_f(self._run_blocks(x, layout))
         if targets is None:
             return self.lm_head(x)
+        # The ranks of a row average their losses: each divides the sum over its targets by an equal part of the row's number of targets.
         return self.lm_head(x, own(targets), (targets != -100).sum() / self.row_part.parts)
 
     def _run_blocks(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -192,7 +192,7 @@ def table(control: Found, own: Found) -> Table:
     return Table("Ladder", ["rung", "FLOPs of the control", "loss − control's", "compute saved", "learning rate (control's)"], rows)
 
 
-def sentence(found: Mapping[str, Gain]) -> str:
+def whether_gain_holds(found: Mapping[str, Gain]) -> str:
     """Whether the gain in loss at the largest rung is at least half of that at the smallest."""
     if len(found) < 2:
         return "One rung does not show whether it grows or fades with scale."
