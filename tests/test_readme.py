@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -215,7 +216,8 @@ def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(command, c
 
 @pytest.fixture(scope="module")
 def data_made(checkout) -> subprocess.CompletedProcess[str]:
-    """What `make data` in the copy ends with."""
+    """What `make data` in the copy ends with, without the corpus that another test may have made."""
+    shutil.rmtree(checkout / "data/stdlib", ignore_errors=True)
     return subprocess.run(["make", "-o", ".venv/.installed", "data"], cwd=checkout, capture_output=True, text=True)
 
 

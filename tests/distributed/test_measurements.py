@@ -105,7 +105,7 @@ def test_the_validation_loss_is_the_same_for_one_and_two_ranks(one_rank, two_ran
 
 
 def test_the_whole_split_is_evaluated_after_the_last_step(one_rank, two_ranks, corpus, tmp_path):
-    """On any number of ranks, beside the curve; where the evaluation was missing, a resume adds it."""
+    """Beside the curve, as on one rank; where the evaluation was missing, a resume adds it."""
     more = ["--eval_every", "3", "--eval_batches", "3", "--micro_batch_size", "4"]
     reference = one_rank.train(flags(corpus, tmp_path, "zero1_fp32", "--run_name", "all", "--eval_every", "6", "--eval_batches", "1000000"))
 
