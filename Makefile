@@ -45,6 +45,9 @@ pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_c
 # Each of two processes gets whole files, in the order of the folders: tests/distributed takes longest and comes first.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
+# The tests start hundreds of processes, which read what the first one has compiled.
+test test_all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(INSTALLED)  ## the tests (about 10 minutes on two cores)
 	$(BIN)/python -m pytest -m "not long" $(PARALLEL)
 

@@ -26,7 +26,7 @@ QUESTIONS = {
     "ratio": ("the {what} is at most {x} times the control's", "{what} ≤ {x} × control"),
 }
 #: The largest margins of claims about the loss; wider ones would be meaningless.
-LARGEST = {"equal": 0.01, "within": 0.05}
+LARGEST_MARGIN = {"equal": 0.01, "within": 0.05}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Claim:
             raise ValueError(f"'question' is {self.question!r} for {self.measure!r}; ratios are for all measures but the loss")
         if not 0 <= self.number < 1e9 or (self.scale == "ratio" and not self.number):
             raise ValueError(f"'number' is {self.number!r}; it must be a number, at least 0 and for a ratio above 0")
-        if self.number > LARGEST.get(self.question, self.number):
-            raise ValueError(f"'number' is {self.number:g} for {self.question!r}; allowed are at most {LARGEST[self.question]:g}")
+        if self.number > LARGEST_MARGIN.get(self.question, self.number):
+            raise ValueError(f"'number' is {self.number:g} for {self.question!r}; allowed are at most {LARGEST_MARGIN[self.question]:g}")
 
     @property
     def scale(self) -> str:

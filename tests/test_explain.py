@@ -201,6 +201,7 @@ def test_the_text_has_every_value_and_fits_the_terminal(explained):
     assert len(text.splitlines()) - len(short.splitlines()) > 20
 
 
+@pytest.mark.gate
 def test_it_prints_nothing_else_makes_nothing_and_is_quick(tmp_path):
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)

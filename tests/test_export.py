@@ -161,7 +161,9 @@ def test_another_checkpoint_another_dtype(run, tmp_path):
     assert not torch.equal(again.wpe.weight, whole.wpe.weight)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_an_export_that_is_killed_leaves_what_the_next_one_removes(number, run, tmp_path):
     process = subprocess.Popen([sys.executable, "launch/export.py", str(run), "--out", str(tmp_path / "out")], cwd=ROOT)
     while process.poll() is None and not (tmp_path / ".out.partial").exists():

@@ -184,7 +184,7 @@ def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGINT])
 def test_ended_at_once_it_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_path, number):
-    arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bpe:8192", "--workers", 2)
+    arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bpe:400", "--workers", 2)
     process = start(*arguments)
     wait_for((tmp_path / ".out.partial").exists)
     if number == signal.SIGKILL:

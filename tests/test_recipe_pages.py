@@ -28,7 +28,7 @@ from tests.run_folders import description, line, write_run
 
 @pytest.fixture(scope="module")
 def cells():
-    return recipe_pages.published()
+    return recipe_pages.recipes_on_testbeds()
 
 
 def test_every_page_is_what_the_committed_data_give(cells):
@@ -167,7 +167,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     publish.publish(compared)
     found = entry(tree)
     assert found["commit"] == compared.pairs[0].side.runs[0].description["commit"]
-    (one,) = (cell for cell in recipe_pages.published() if cell.pair)
+    (one,) = (cell for cell in recipe_pages.recipes_on_testbeds() if cell.pair)
     assert one.pair.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
     for name, figure in compared.pairs[0].figures.items():
         assert one.pair.figures[name].other == pytest.approx(figure.other, rel=1e-4), name
@@ -183,7 +183,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     assert f"{TESTBED}: `loss = control ± 0.01` {SIGNS[verdict.outcome]}" in recipe_pages.INDEX.read_text()
     for picture in (f"{RECIPE}/loss.png", "forest.png"):
         assert (tree / "recipes" / picture).stat().st_size > 10_000
-    for picture, draw in recipe_pages.pictures(recipe_pages.published()).items():
+    for picture, draw in recipe_pages.pictures(recipe_pages.recipes_on_testbeds()).items():
         draw(again := tree / "again.png")
         assert again.read_bytes() == picture.read_bytes(), "drawn alike each time"
 
@@ -243,7 +243,7 @@ def change_claim(tree: Path, number: float) -> None:
 def test_results_of_other_claims_are_not_judged(tree, make):
     publish.publish(make())
     change_claim(tree, 0.005)
-    (one,) = (cell for cell in recipe_pages.published() if cell.entry)
+    (one,) = (cell for cell in recipe_pages.recipes_on_testbeds() if cell.entry)
     assert one.pair is None and recipe_pages.OUTDATED.capitalize() in recipe_pages.details(one.recipe, [one])
     recipe = json.loads((tree / "recipes" / RECIPE / "recipe.json").read_text())
     recipe["history"] = ["It was 0.01."]
@@ -257,7 +257,7 @@ def test_published_results_do_not_vanish_with_their_experiment(tree, make):
     path = tree / "recipes" / RECIPE / "recipe.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"experiments": {}}))
     with pytest.raises(ValueError, match=f"recipes/{RECIPE}: results.json has results on {TESTBED}; keep this experiment"):
-        recipe_pages.published()
+        recipe_pages.recipes_on_testbeds()
 
 
 def test_runs_without_claims_have_figures_only(tree, make):

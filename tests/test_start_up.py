@@ -29,7 +29,7 @@ pretrain.main()
 """
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.gate), pytest.param(3, marks=pytest.mark.long)])
 def test_a_start_imports_only_what_its_first_step_needs(stage, corpus, tmp_path):
     run = ["--deepspeed_config", f"ds_configs/zero{stage}_bf16.json", "--n_layer", "1", "--n_head", "1", "--d_model", "8", "--seq_len", "8"]
     run += ["--steps", "1", "--eval_every", "0", "--data", str(corpus), "--runs_dir", str(tmp_path), "--quiet"]

@@ -402,7 +402,7 @@ def launched_refusal(flags: list[str], folder: Path, slow_rank: int, port: int) 
     return line
 
 
-@pytest.mark.parametrize("slow_rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("slow_rank", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.gate)])
 def test_a_mistake_through_the_launcher_is_said_once_whichever_rank_is_first(slow_rank, config, tmp_path):
     """All ranks end with 2, one of them speaks, and the launcher hands the exit code on."""
     assert "--lr: nan is out of range" in launched_refusal([*config, "--lr", "nan"], tmp_path, slow_rank, free_port())

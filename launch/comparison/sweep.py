@@ -27,7 +27,7 @@ from launch.comparison.verdicts import Interval, paired_interval
 from launch.config.deepspeed_schema import deepspeed_schema
 from launch.config.flags import INITIAL, OF_RECIPES, RUN, TRAINING, VALUES, as_words, flags_of, open_recipe, without
 from launch.errors import TrainingFailed, UsageError, nearest
-from recipes.claims import LARGEST
+from recipes.claims import LARGEST_MARGIN
 from recipes.registry import ROOT, Flags, Recipe, Sweep, Testbed
 
 #: The seed of sweeps on testbeds; verdicts use the seeds from 1 on.
@@ -185,7 +185,7 @@ class Swept:
                 yield f"{arm.name}: {len(arm.best['losses'])} seeds do not tell the best from {'; '.join(close)}"
             elif gaps and "losses" not in arm.best:
                 second = min(gaps, key=lambda what: gaps[what].mean)
-                if gaps[second].mean <= LARGEST["equal"]:
+                if gaps[second].mean <= LARGEST_MARGIN["equal"]:
                     yield f"{arm.name}: one seed shows no noise, so {second} ({signed(gaps[second].mean)}) may be as good"
 
 

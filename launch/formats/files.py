@@ -130,7 +130,7 @@ _TOKEN = re.compile(_STRING + r"|[{}\[\],:]")
 _BESIDE_JSON = [re.compile(rf"{_STRING}?|({extra})", re.DOTALL) for extra in (r"(?://|\#)[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])")]
 #: Keys of which the value is a comment.
 _COMMENT_KEY = re.compile(r"_+comment.*|comments?|//.*|\#.*", re.DOTALL | re.IGNORECASE)
-LARGEST = 2**63  # later code computes in int64 and fp64
+NUMBER_BOUND = 2**63  # later code computes in int64 and fp64
 MAX_JSON_BYTES = 2**22
 
 KeyPath = tuple[str | int, ...]
@@ -216,7 +216,7 @@ def _check_numbers(value: Any, path: KeyPath, lines: dict[KeyPath, int], source:
     if isinstance(value, (dict, list)):
         for key, member in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(member, (*path, key), lines, source)
-    elif isinstance(value, (int, float)) and not abs(value) < LARGEST:
+    elif isinstance(value, (int, float)) and not abs(value) < NUMBER_BOUND:
         line = max((line for key, line in lines.items() if key == path[: len(key)]), default=1)
         where = f"line {line}: '{dotted(path)}'" if path else "the number"
         raise UsageError(f"{source}: {where} must be finite and below 2^63")

@@ -23,7 +23,7 @@ from launch.training.observers import Observer
 from launch.training.ranks.distributed import Collectives
 
 #: The rows of a table.
-LARGEST = 10
+SHOWN_ENTRIES = 10
 #: The steps of a memory profile: the first allocates the optimizer's state.
 MEMORY_STEPS = 3
 #: The allocations and frees of a memory profile that are kept.
@@ -131,6 +131,6 @@ def table(events: list[Any]) -> Iterator[str]:
         entries = [event for event in events if (event.device_type == DeviceType.CPU) == (where == "CPU") and not event.is_user_annotation]
         if total := sum(getattr(entry, time) for entry in entries):
             yield f"  {where} time         share     calls"
-            for entry in sorted(entries, key=lambda entry: -getattr(entry, time))[:LARGEST]:
+            for entry in sorted(entries, key=lambda entry: -getattr(entry, time))[:SHOWN_ENTRIES]:
                 spent = getattr(entry, time)  # microseconds
                 yield f"  {spent / 1000:9,.2f} ms  {spent / total:6.1%}  {entry.count:8,}  {entry.key[:80]}"

@@ -27,7 +27,7 @@ from tests.helpers import reseal
 
 #: The DeepSpeed JSONs of the runs that are damaged, on two ranks: every form of file that a checkpoint here can have.
 KINDS = ("zero1_bf16", "zero0_fp32", "zero3_fp16", "zero_offload", "zero_one_adam")
-IN_MAKE_TEST = ("zero3_fp16",)
+AT_THE_GATE = "zero3_fp16"
 CASES = {name: 60 if name == "zero1_bf16" else 25 for name in KINDS}
 
 
@@ -122,7 +122,9 @@ def damage(chance: random.Random, run: Path, other_run: Path) -> str:
     return f"{kind}: {checkpoint.name}/{name}"
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in IN_MAKE_TEST else pytest.mark.long) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.gate if kind == AT_THE_GATE else pytest.mark.long) for kind in KINDS]
+)
 def test_no_damaged_checkpoint_is_loaded_and_an_older_good_one_is(kind, trained, two_ranks, tmp_path):
     flags, run, other_run = trained(kind)
     # The content of each checkpoint, from runs in which it is the newest.

@@ -89,6 +89,7 @@ def test_two_runs_with_the_same_drive_have_folders_of_their_own(corpus, tmp_path
     assert folders("one", str(auto)) == [auto, auto]
 
 
+@pytest.mark.gate
 def test_without_libaio_one_line_names_the_package(corpus, tmp_path):
     """Where it is installed, a compiler that finds nothing stands for its absence."""
     command = [sys.executable, "launch/pretrain.py", *flags(corpus, tmp_path, "zero3_bf16", "r", "nvme", "nvme")]

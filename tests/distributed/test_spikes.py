@@ -89,7 +89,7 @@ def test_both_rules_end_near_the_run_without_garbage(train):
     assert abs(ends["skip"]) < 0.02 and abs(ends["rewind"]) < 0.02, ends
 
 
-@pytest.mark.parametrize("rule", [pytest.param("skip", marks=pytest.mark.gate), "rewind"])
+@pytest.mark.parametrize("rule", [pytest.param(rule, marks=pytest.mark.gate) for rule in ("skip", "rewind")])
 def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
     """From a few steps before the garbage, also without the metrics: the checkpoint has the window of the steps before it."""
     whole = train("r", "--spike_rule", rule)

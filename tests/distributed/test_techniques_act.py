@@ -95,7 +95,7 @@ GRADIENTS = [
     (0, "fp32", 2, []),
     pytest.param(1, "bf16", 2, FP32_SUMS, marks=long),  # DeepSpeed's BF16_Optimizer
     (2, "bf16", 2, []),
-    (3, "fp32", 2, []),
+    pytest.param(3, "fp32", 2, [], marks=pytest.mark.gate),
     pytest.param(3, "fp32", 3, [], marks=long),  # a bias has 64 elements, and parts of 22
     pytest.param(1, "fp32", 2, [], marks=long),
     *(pytest.param(stage, "bf16", 3 if stage == 3 else 2, [], marks=long) for stage in (0, 3)),
@@ -141,7 +141,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(("model", "dropout"), [("gpt2", 0.1), pytest.param("qwen3", 0.0, marks=pytest.mark.gate)])
+@pytest.mark.parametrize(("model", "dropout"), [pytest.param(*one, marks=pytest.mark.gate) for one in (("gpt2", 0.1), ("qwen3", 0.0))])
 def test_the_log_names_the_kernels_that_were_taken_and_skipped(model, dropout, one_rank, corpus, tmp_path, device):
     """With dropout, attention stays torch's."""
     run = technique_flags("fused_kernels", corpus, tmp_path, ranks=1, precision="bf16", model=model)
