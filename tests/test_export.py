@@ -162,7 +162,11 @@ def test_another_checkpoint_another_dtype(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGKILL))]
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.gate),
+        *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
 def test_an_export_that_is_killed_leaves_what_the_next_one_removes(number, run, tmp_path):
     process = subprocess.Popen([sys.executable, "launch/export.py", str(run), "--out", str(tmp_path / "out")], cwd=ROOT)
@@ -194,6 +198,7 @@ def test_weights_are_cut_into_several_files_and_read_again(folder, tmp_path, mon
     assert "model-00002-" in (said := fault(tmp_path)) and "No such file" in said
 
 
+@pytest.mark.gate
 def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path):
     # The limit of each file stands for a full disk.
     command = f"ulimit -f 200; exec {sys.executable} launch/export.py {folder} --out {tmp_path}/out --dtype fp32"

@@ -149,6 +149,7 @@ def test_a_prompt_that_is_not_text_is_refused(run, monkeypatch):
     assert "is not UTF-8 (byte 0)" in refusal_of(generate.main, run, "--prompt", "-")
 
 
+@pytest.mark.gate
 def test_a_closed_standard_input_is_an_empty_prompt(tmp_path):
     command = f"exec {sys.executable} launch/generate.py {tmp_path}/missing --prompt - <&-"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)

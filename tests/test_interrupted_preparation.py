@@ -241,6 +241,7 @@ def test_a_full_disk_is_one_line_and_goes_on_by_resume(command, uninterrupted, t
     resumed(arguments, uninterrupted, tmp_path / "out")
 
 
+@pytest.mark.gate
 def test_a_killed_worker_is_one_line_and_goes_on_by_resume(command, uninterrupted, tmp_path):
     arguments = [*command, "--out", tmp_path / "out", "--workers", "2"]
     process = start(*arguments)
@@ -260,6 +261,7 @@ def refused(done: subprocess.CompletedProcess, said: str) -> None:
     assert said in done.stderr
 
 
+@pytest.mark.gate
 def test_only_the_same_command_with_resume_goes_on(command, uninterrupted, tmp_path):
     shutil.copytree(Path(command[1].rpartition("@")[0]).parent, tmp_path / "sources", copy_function=shutil.copy2)
     command = [part.replace(str(Path(command[1]).parent), str(tmp_path / "sources")) for part in command]
@@ -294,6 +296,7 @@ def test_only_the_same_command_with_resume_goes_on(command, uninterrupted, tmp_p
     assert "nothing to do" in run(*arguments, "--resume").stdout
 
 
+@pytest.mark.gate
 def test_a_changed_file_behind_a_dataset_is_noticed(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps({"text": text(random.Random(number), 400)}) + "\n" for number in range(300)))

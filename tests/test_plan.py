@@ -60,6 +60,7 @@ def test_the_times_are_those_of_what_fits_with_checkpointing_too():
     assert times.endswith(" With --set activation_checkpointing.enabled=true also ZeRO 1 (93% full).\n")
 
 
+@pytest.mark.gate
 def test_a_full_disk_is_one_line():
     words = [sys.executable, "launch/plan.py", "--preset", "nano", "--device", "cpu"]
     with open("/dev/full", "w") as full:

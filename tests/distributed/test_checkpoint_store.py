@@ -195,6 +195,7 @@ def test_a_signal_that_cuts_off_the_last_upload_is_the_exit_code(one_rank, flags
     assert [path.name for path in complete_checkpoints(store / "r")] == ["step-00000003"]
 
 
+@pytest.mark.gate
 def test_a_download_that_fails_does_not_discard_steps(flags, stored, tmp_path):
     config = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", f"{tmp_path}/runs", "--run_name", "r"]
     given = [*flags, *config, "--checkpoint_store", f"file://{stored[1]}", "--steps", "9", "--resume"]

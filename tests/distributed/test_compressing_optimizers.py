@@ -140,6 +140,7 @@ def test_what_is_evaluated_and_saved_is_what_the_ranks_agree_on(precision, two_r
     assert found[0]["saved"] == steps[25]["agreed"]
 
 
+@pytest.mark.gate
 def test_a_step_at_a_rate_of_zero_is_alone(two_ranks, corpus, tmp_path):
     """After the end of a schedule that decays to 0, only what was left from before is exchanged, once."""
     params = {"warmup_max_lr": LR, "warmup_num_steps": 5, "warmup_type": "linear", "total_num_steps": STEPS - 5}

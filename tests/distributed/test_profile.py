@@ -59,6 +59,7 @@ def test_the_command_traces_the_steps_and_logs_the_largest_entries(flags, tmp_pa
     assert shares == sorted(shares, reverse=True) and 30 < sum(shares) <= 100.1 and "pass" not in "".join(log[at + 2 : at + 12])
 
 
+@pytest.mark.gate
 def test_every_rank_traces_and_the_numbers_are_those_without(flags, two_ranks, tmp_path):
     plain = two_ranks.train([*flags, "--run_name", "plain"])
     assert losses(two_ranks.train([*flags, "--profile", "4:9:all"])) == losses(plain)

@@ -61,7 +61,7 @@ def test_the_norm_of_a_skipped_step_is_that_of_its_gradients(train):
     assert lines[GARBAGE[0] - 1]["grad_norm"] == logged[GARBAGE[0] - 1]["grad_norm"] != lines[GARBAGE[0] - 2]["grad_norm"]
 
 
-@pytest.mark.parametrize("config", ["zero1_fp32", pytest.param("zero3_fp32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("config", [pytest.param("zero1_fp32", marks=pytest.mark.gate), pytest.param("zero3_fp32", marks=pytest.mark.long)])
 def test_a_rewound_run_is_bit_for_bit_the_run_without_these_batches(config, train, tmp_path):
     rewound = train("rewind", "--spike_rule", "rewind", config=config)
     without = train("without", config=config, left_out=(70 * 4, SAMPLES[1]))
