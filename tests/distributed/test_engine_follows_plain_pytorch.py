@@ -203,7 +203,7 @@ OVERFLOWS = (4, 9, 15, 16)
 def test_in_fp16_an_overflow_on_one_rank_is_skipped_by_all(name, form, ranks, data, pools, tmp_path):
     """From a scale of 2^16; the last rank's first micro-batch overflows. What a schedule of updates was due to do is done a step later."""
     technique, job = TECHNIQUES[name], {"overflows": OVERFLOWS, "rank": ranks - 1, "micro_step": 0}
-    run = technique_flags(name, data, tmp_path, form, ranks, 2, "fp16")
+    run = technique_flags(name, data, tmp_path, form, ranks, 3, "fp16")
     results = pools.of(ranks).run("tests.distributed.failure_jobs:fp16_run", flags=run, **job)
     assert len({result["digest"] for result in results}) == 1, "the weights are the same on all ranks"
     lines = results[0]["lines"]

@@ -17,7 +17,7 @@ LOOKS = ("balance_loss", "expert_load_max", "expert_load_min", "router_entropy")
 
 def trained(pools, corpus, folder, *more: str, form: str = "stage 0", ranks: int = 1, accumulation: int = 1) -> list[dict]:
     run = flags(corpus, folder, SHAPES["qwen3_moe"], form, ranks, accumulation)
-    run = [*run, *BALANCED, "--steps", "20", "--eval_every", "10", "--eval_batches", "2", *more]
+    run = [*run, *BALANCED, "--eval_every", "10", "--eval_batches", "2", *more]
     return pools.of(ranks * (2 if "sequence_parallel_size=2" in more else 1)).run("tests.distributed.jobs:pretrain", flags=run)[0]
 
 
