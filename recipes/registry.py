@@ -176,7 +176,7 @@ class Recipe:
     history: list[str] = field(default_factory=list)
 
     @property
-    def changes_optimization(self) -> bool:
+    def needs_own_tuning(self) -> bool:
         """Whether its best settings may differ from the control's: an experiment has a sweep, or the optimizer or the schedule differs."""
         swept = [name for name, one in self.experiments.items() if one.sweep]
         return bool(swept or [key for key in self.differs if key.startswith(("optimizer", "scheduler"))])

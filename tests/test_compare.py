@@ -248,7 +248,7 @@ def test_what_is_not_tuned_is_named_before_it_is_trained_with_the_command_that_t
 
 def test_recipes_without_a_sweep_keep_the_algorithm():
     """None of those claims a better loss. The others have a sweep, or another optimizer or schedule than their control."""
-    kept = [recipe.name for recipe in read_recipes() if not recipe.changes_optimization]
+    kept = [recipe.name for recipe in read_recipes() if not recipe.needs_own_tuning]
     claims = {claim.question for name in kept for one in read_recipe(ROOT / "recipes" / name).experiments.values() for claim in one.claims}
     assert "lower_by" not in claims and "muon" not in kept and "zero_3" in kept
 

@@ -104,7 +104,7 @@ def _untuned(pair: PairedTrials, flags: argparse.Namespace) -> list[str]:
     """A line with the command that tunes both sides, if the recipe changes the optimization and no sweep chose its values here."""
     recipe, testbed, own, control = pair.recipe, pair.testbed, pair.own[0].config, pair.control[0].config
     here = testbed and recipe.experiments[testbed.name]
-    if not (here.sweep and not here.tuned if here else recipe.changes_optimization):
+    if not (here.sweep and not here.tuned if here else recipe.needs_own_tuning):
         return []
     rest = without(sys.argv[1:], "--recipe", "--all", "--testbed", "--publish", "--lr", "--out")
     how = ["--tune", "--testbed", testbed.name] if testbed else ["--sweep", f"lr={own.lr / 2:g},{own.lr:g},{own.lr * 2:g}", "--extend"]

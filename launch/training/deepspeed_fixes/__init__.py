@@ -1,4 +1,4 @@
-"""All changes to DeepSpeed, and to torch under it, where something is wrong or slow. `corrections.py` lists them, with their probes.
+"""What is changed in DeepSpeed's and torch's functions, where they are wrong or slow. `corrections.py` lists it, with its probes.
 
 Three are called where they are needed, before an engine is initialized: `half_products.py`, and `load_extension` and
 `skip_extension_of_cpu_ranks` in `start_up.py`. `norms.py`, `mean_norm.py` and `probe_engine.py` help several corrections. To add one:
