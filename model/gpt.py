@@ -361,7 +361,7 @@ class GPT(nn.Module):
         if self.config.document_end is not None:
             starts = document_starts(tokens, self.config.document_end)
             positions = positions - starts  # (T,) - (B, T)
-        own, positions = self.row_part.of, self.row_part.of(positions)
+        own, positions = self.row_part.of, self.row_part.of(positions)  # not `starts`: attention sees whole rows
         x = self.embed(own(tokens), positions)
         layout = Layout(None if starts is None else document_mask(starts, x.dtype), self.wpe.rotation(positions, x.dtype))
         x = self.ln_f(self._run_blocks(x, layout))

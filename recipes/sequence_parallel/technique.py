@@ -6,9 +6,10 @@ Jacobs et al., DeepSpeed Ulysses: System Optimizations for Enabling Training of 
 section 3. Before attention, an all-to-all exchanges slices of the sequence for heads; after it, another exchanges them back. The embedding,
 the MLPs and the head see (B, T / N, C), and attention sees (B, T, C / N).
 
-DeepSpeed is told nothing: for it, all ranks have data of their own, so ZeRO, checkpoints and clipping are those of any run. Its own ways
-divide the gradient by N once more at stage 3 (DeepSpeed#5248, #6582). The loss of a rank is N x (sum over its own targets) / (targets of
-the whole rows), by `GPT.forward`, so the mean over all ranks, which ZeRO takes, is the mean over all tokens.
+`RunForTechniques.data_rank` gives the ranks of a row the same tokens. DeepSpeed is told nothing: for it, all ranks have data of their own,
+so ZeRO, checkpoints and clipping are those of any run. Its own ways divide the gradient by N once more at stage 3 (DeepSpeed#5248, #6582).
+The loss of a rank is N x (sum over its own targets) / (targets of the whole rows), by `GPT.forward`, so the mean over all ranks, which ZeRO
+takes, is the mean over all tokens.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -75,6 +76,7 @@ class Technique(NamedTuple):
         metrics: what the line of an update must say.
         base: what it is without, from which its losses must differ; empty: it changes none.
         lr: the peak of the learning rate.
+        clip: the norm to which gradients are clipped; some step must have a larger one.
         half: how far bf16 and fp16 may lead from fp32.
         job: of `tests.distributed.jobs`, and its arguments.
         shape: fields of the model that it needs.
@@ -87,6 +89,7 @@ class Technique(NamedTuple):
     metrics: Callable[[int], dict[str, float]] = lambda update: {}
     base: str = "plain"
     lr: float = LR
+    clip: float = 1.0
     half: float = 3e-3
     job: dict[str, Any] = {"job": "pretrain"}
     shape: dict[str, Any] = {}
@@ -98,6 +101,18 @@ class Technique(NamedTuple):
     def also(self, flags: list[str], base: str, **options: Any) -> Technique:
         """With more flags, which in the plain loop are `options` of its optimizer."""
         return self._replace(flags=self.flags + flags, options=self.options | options, base=base)
+
+
+def cells(every: Sequence[tuple[Any, ...]], quick: Sequence[tuple[Any, ...]], at_the_gate: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+    """All of them; what is not quick is left to `make test_all`, and of that CPU offload of the plain GPT-2 to the gate, too."""
+
+    def mark(cell: tuple[Any, ...]) -> pytest.MarkDecorator:
+        offloaded = cell[:2] == ("plain", "gpt2") and "offloaded" in cell[2]
+        return pytest.mark.gate if offloaded or cell in at_the_gate else pytest.mark.long
+
+    every = [*at_the_gate, *every]
+    rest = [cell for place, cell in enumerate(every) if cell not in quick and cell not in every[:place]]
+    return [*quick, *(pytest.param(*cell, marks=mark(cell)) for cell in rest)]
 
 
 def section(name: str, values: dict[str, Any] | str | bool) -> list[str]:
@@ -272,7 +287,7 @@ def expected(
     model: str = "gpt2",
     ranks: int = 1,
     accumulation: int = 1,
-    clip: float = 1.0,
+    clip: float | None = None,
     skips: tuple[int, ...] = (),
     **options: Any,
 ) -> list[Step]:
@@ -286,10 +301,8 @@ def expected(
         more["accumulation"] = ranks * accumulation
     if technique.job.get("technique") == "DroppedBlock":
         more |= {"accumulation": accumulation, "runner_of": without_block_1(accumulation)}
-    adam = functools.partial(technique.optimizer, **own)
-    return reference_steps(
-        corpus, SHAPES[model] | technique.shape, STEPS, BATCH, technique.lr, WARMUP, SEED, clip=clip, skips=skips, adam=adam, **more
-    )
+    more |= {"clip": technique.clip if clip is None else clip, "skips": skips, "adam": functools.partial(technique.optimizer, **own)}
+    return reference_steps(corpus, SHAPES[model] | technique.shape, STEPS, BATCH, technique.lr, WARMUP, SEED, **more)
 
 
 def flags(corpus, tmp_path, shape: dict, form: str, ranks: int, accumulation: int, precision: str = "fp32") -> list[str]:
@@ -318,7 +331,8 @@ def technique_flags(
 ) -> list[str]:
     """A run with a technique."""
     technique = TECHNIQUES[name]
-    return flags(corpus, tmp_path, SHAPES[model] | technique.shape, form, ranks, accumulation, precision) + technique.flags
+    run = flags(corpus, tmp_path, SHAPES[model] | technique.shape, form, ranks, accumulation, precision)
+    return run + section("gradient_clipping", technique.clip) + technique.flags
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:

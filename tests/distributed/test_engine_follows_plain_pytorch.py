@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,6 +22,7 @@ from tests.distributed.parity import (
     STEPS,
     TECHNIQUES,
     TOLERANCE,
+    cells,
     expected,
     largest_difference,
     losses_of,
@@ -36,18 +35,6 @@ from tests.distributed.ranks import Ranks
 HALF_STAGES = 3e-3
 #: What replaces the optimizer and needs whole tensors.
 AT_STAGE_0 = ("lamb", "one_bit", "zero_one")
-
-
-def cells(every: Sequence[tuple[Any, ...]], quick: Sequence[tuple[Any, ...]], at_the_gate: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
-    """All of them; what is not quick is left to `make test_all`, and of that CPU offload of the plain GPT-2 to the gate, too."""
-
-    def mark(cell: tuple[Any, ...]) -> pytest.MarkDecorator:
-        offloaded = cell[:2] == ("plain", "gpt2") and "offloaded" in cell[2]
-        return pytest.mark.gate if offloaded or cell in at_the_gate else pytest.mark.long
-
-    every = [*at_the_gate, *every]
-    rest = [cell for place, cell in enumerate(every) if cell not in quick and cell not in every[:place]]
-    return [*quick, *(pytest.param(*cell, marks=mark(cell)) for cell in rest)]
 
 
 @pytest.fixture
@@ -137,7 +124,7 @@ def test_losses_and_norms_are_those_of_plain_pytorch(name, model, form, accumula
         acts = technique.metrics(line["step"]) | ({"compressed": 0, "exchanged": 0} if ranks == 1 else {})
         assert all(line[key] == value for key, value in acts.items() if key in line)
     assert losses[-1] < losses[0] - 0.2
-    assert compressed or any(step.norm > 1.0 for step in steps), "what is clipped must show"
+    assert compressed or any(step.norm > technique.clip for step in steps), "what is clipped must show"
     if technique.base and len(losses) == STEPS:  # with as many tokens in each step
         without = losses_of(
             expected(

@@ -15,9 +15,8 @@ import torch
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from tests.conftest import Pools
-from tests.distributed.parity import section
+from tests.distributed.parity import cells, section
 from tests.distributed.ranks import Ranks
-from tests.distributed.test_engine_follows_plain_pytorch import cells
 from tests.helpers import losses, reseal, rewind
 
 JOB, LOADED, BY_HAND = (f"tests.distributed.{name}" for name in ("jobs:pretrain", "move_jobs:loaded", "move_jobs:trained_by_hand"))

@@ -17,6 +17,7 @@ from tests.conftest import Pools
 from tests.distributed.parity import (
     BATCH,
     MODERN_TOLERANCE,
+    cells,
     expected,
     largest_difference,
     losses_of,
@@ -58,12 +59,6 @@ def in_slices(
     return technique_flags(name, data, folder, form, ranks, accumulation, **options) + sharing
 
 
-def cells(every: list[tuple[Any, ...]], at_the_gate: list[tuple[Any, ...]]) -> list[Any]:
-    """What is not in `QUICK` is left to `make test_all`, and of that some cells to the gate."""
-    marks = dict.fromkeys(at_the_gate, pytest.mark.gate)
-    return [pytest.param(*cell, marks=[] if cell in QUICK else marks.get(cell, pytest.mark.long)) for cell in every]
-
-
 @pytest.fixture
 def data(request: pytest.FixtureRequest, name: str) -> Path:
     return request.getfixturevalue("short_documents" if "no_cross_document" in name else "corpus")
@@ -79,7 +74,7 @@ def alone(pools: Pools, name: str, model: str, data: Path, folder: Path) -> dict
 @pytest.mark.usefixtures("measured_text")
 @pytest.mark.parametrize(
     ("name", "model", "form", "size", "ranks", "accumulation"),
-    cells(EVERY, [("no_cross_document, checkpointed", "qwen3", "stage 3", 2, 2, 1)]),
+    cells(EVERY, QUICK, [("no_cross_document, checkpointed", "qwen3", "stage 3", 2, 2, 1)]),
 )
 def test_losses_norms_and_weights_are_those_of_one_rank(
     name, model, form, size, ranks, accumulation, data, pools, tmp_path, tmp_path_factory
@@ -96,7 +91,7 @@ def test_losses_norms_and_weights_are_those_of_one_rank(
     assert all(torch.equal(theirs[key], weights[key]) for _, theirs in others for key in weights)
 
 
-@pytest.mark.parametrize(("precision", "stage"), cells([*(("bf16", stage) for stage in (1, 2, 3)), ("fp16", 2)], [("bf16", 2)]))
+@pytest.mark.parametrize(("precision", "stage"), cells([*(("bf16", stage) for stage in (1, 2, 3)), ("fp16", 2)], [], [("bf16", 2)]))
 def test_in_half_precision_it_follows_one_rank(precision, stage, corpus, pools, tmp_path):
     form, half = f"stage {stage}", {"precision": precision}
     scale = section("fp16.initial_scale_power", 8) if precision == "fp16" else []
@@ -108,7 +103,7 @@ def test_in_half_precision_it_follows_one_rank(precision, stage, corpus, pools, 
     assert lines[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=2e-3)
 
 
-@pytest.mark.parametrize(("before", "after"), cells(MOVES, MOVES[:1]))
+@pytest.mark.parametrize(("before", "after"), cells(MOVES, [], MOVES[:1]))
 def test_a_run_moves_to_other_slices(before, after, corpus, pools, tmp_path):
     """A resume with the same slices repeats the run bit for bit; with others it goes on as the unmoved run."""
 

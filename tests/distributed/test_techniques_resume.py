@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import FREEZE, TECHNIQUES, technique_flags
-from tests.distributed.test_engine_follows_plain_pytorch import cells, data, stages_of  # noqa: F401 (a fixture)
+from tests.distributed.parity import FREEZE, TECHNIQUES, cells, technique_flags
+from tests.distributed.test_engine_follows_plain_pytorch import data, stages_of  # noqa: F401 (a fixture)
 from tests.helpers import resumed_after, rewind
 
 #: Of a line, what does not depend on the machine or the moment.
