@@ -121,7 +121,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     """
     from launch.training.run_folder.progress import Progress
 
-    parts, state = set_up(config, folder, stop, observers)
+    parts, state = start_run(config, folder, stop, observers)
     engine, loader, checkpoints, observer, spikes, meter, evaluation = parts
     techniques, data_ranks = engine.techniques, engine.data_ranks
     stop_signal = 0
@@ -165,7 +165,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     return end(parts, state, stop_signal, config, folder, stop)
 
 
-def set_up(
+def start_run(
     config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, observers: Sequence[Observer]
 ) -> tuple[Parts, dict[str, Any]]:
     """Join the ranks, build the engine, load the checkpoint of a resume, and evaluate the initial weights of a new run.

@@ -165,7 +165,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None
 
 
-def device_named(text: str) -> str | None:
+def known_device(text: str) -> str | None:
     """The device that `text` means in a plan, with the words of the table: "H100 HBM3" for "h100". None if there is none.
 
     If it means several, it is the one with the highest peak in fp16.
@@ -178,5 +178,5 @@ def _words(device_name: str) -> set[str]:
     return set(re.split(r"[^A-Z0-9]+", device_name.upper()))
 
 
-#: What `device_named` finds.
+#: What `known_device` finds.
 KNOWN_DEVICES = tuple("-".join(sorted(required)).lower() for required, _ in _PEAKS)

@@ -83,7 +83,7 @@ class SwiGLU(nn.Module):
 
 
 POSITIONS: dict[str, type[LearnedPositions | RotaryPositions]] = {"learned": LearnedPositions, "rotary": RotaryPositions}
-#: Each is called with the width and the configuration.
+#: Norms, of a width and the configuration.
 NORMS: dict[str, Callable[[int, ModelShape], nn.Module]] = {
     "layernorm": lambda width, config: nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias),
     "rmsnorm": lambda width, config: nn.RMSNorm(width, eps=config.norm_eps),

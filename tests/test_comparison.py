@@ -68,7 +68,7 @@ def test_figures_are_of_pairs_with_the_same_seed(make):
     runs += [make(f"pld-{seed}", PLD, seed, final=final, step_seconds=0.4) for seed, final in ((2, 4.75), (1, 4.25))]
     comparison = compare(runs)
     (pair,) = comparison.pairs
-    assert (pair.control.name, pair.side.name, pair.name, pair.recipe, pair.seeds) == ("control", "pld", "pld", None, (1, 2))
+    assert (pair.control.name, pair.treatment.name, pair.name, pair.recipe, pair.seeds) == ("control", "pld", "pld", None, (1, 2))
     loss = pair.figures["final_val_loss"]
     assert loss.control == {1: 4.0, 2: 4.25, 3: 9.0} and loss.other == {1: 4.25, 2: 4.75}
     assert loss.difference and loss.difference.mean == 0.375
@@ -314,8 +314,8 @@ def test_one_configuration_of_two_commits_is_two_sides_where_a_seed_comes_again(
         for seed in (1, 2)
     ]
     (pair,) = compare(runs).pairs
-    assert [side.runs[0].description["commit"] for side in (pair.control, pair.side)] == ["old", "new"]
-    assert [side.name for side in (pair.control, pair.side)] == ["old", "new"]
+    assert [side.runs[0].description["commit"] for side in (pair.control, pair.treatment)] == ["old", "new"]
+    assert [side.name for side in (pair.control, pair.treatment)] == ["old", "new"]
     assert pair.figures["final_val_loss"].difference.mean == 0.5
     assert pair.differences == [] and pair.differ_in("commit")
     assert compare([runs[0], runs[3]]).pairs == ()  # seed 1 of the one and seed 2 of the other: seeds of one side
@@ -344,7 +344,7 @@ def test_recipes_that_share_runs_share_a_side(make):
     experiments = [(recipes["progressive_layer_drop"], None, [zero_1], [pld]), (recipes["zero_1"], None, [control], [zero_1])]
     comparison = compare_experiments(experiments, [Absent("fp8", "needs a GPU")])
     assert [side.name for side in comparison.sides] == ["zero1_bf16", "progressive_layer_drop", "zero0_bf16"]
-    assert comparison.pairs[0].control is comparison.pairs[1].side
+    assert comparison.pairs[0].control is comparison.pairs[1].treatment
     assert comparison.as_json()["absent"] == [{"recipe": "fp8", "reason": "needs a GPU"}]
 
 

@@ -150,7 +150,7 @@ def entry(tree: Path) -> dict:
 
 def test_a_published_run_is_read_as_it_was(make):
     for diverged in (None, 2):
-        for run in make(diverged=diverged).pairs[0].side.runs:
+        for run in make(diverged=diverged).pairs[0].treatment.runs:
             text = json.dumps(stored_run(run), allow_nan=False)
             again = read_stored_run(json.loads(text))
             assert again.measures == run.measures
@@ -166,7 +166,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     (verdict,) = compared.pairs[0].verdicts
     publish.publish(compared)
     found = entry(tree)
-    assert found["commit"] == compared.pairs[0].side.runs[0].description["commit"]
+    assert found["commit"] == compared.pairs[0].treatment.runs[0].description["commit"]
     (one,) = (cell for cell in recipe_pages.recipes_on_testbeds() if cell.pair)
     assert one.pair.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
     for name, figure in compared.pairs[0].figures.items():
@@ -312,7 +312,7 @@ def test_runs_of_commits_that_train_alike_are_published(tree, make):
 def test_a_run_that_was_begun_with_other_code_is_not_published(tree, make):
     """It was stopped and resumed: the commit of each start counts."""
     compared = make()
-    compared.pairs[0].side.runs[0].description["resumes"] = [{"commit": "0" * 40 + "+changes"}]
+    compared.pairs[0].treatment.runs[0].description["resumes"] = [{"commit": "0" * 40 + "+changes"}]
     with pytest.raises(UsageError, match=r"\+changes, whose code was not committed"):
         publish.publish(compared)
 
@@ -340,7 +340,7 @@ def test_figures_of_time_are_only_shown_for_interleaved_runs(tree, make):
     for interleaved in (True, False):
         compared = make()
         if not interleaved:
-            for run in compared.pairs[0].side.runs:
+            for run in compared.pairs[0].treatment.runs:
                 run.description["interleaved"] = "another"
         publish.publish(compared)
         text = (tree / "recipes" / RECIPE / recipe_pages.DETAILS).read_text()

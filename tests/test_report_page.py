@@ -201,7 +201,7 @@ def test_a_picture_of_losses_shows_what_the_runs_have(judged, tmp_path):
     """It changes with them, and the untrained model's loss does not set the scale."""
     _, comparison = judged
     draw_losses(comparison, tmp_path / "a.png")
-    run = comparison.pairs[0].side.runs[0]
+    run = comparison.pairs[0].treatment.runs[0]
     run.columns["val_loss"][-1] -= 0.1
     draw_losses(comparison, tmp_path / "b.png")
     run.columns["val_loss"][-1] += 0.1

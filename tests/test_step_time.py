@@ -14,7 +14,7 @@ import pytest
 from launch import plan
 from launch.config.flags import whole_number
 from launch.formats.hf_folder import _config
-from model.accounting import device_named, parameter_count, peak_flops
+from model.accounting import known_device, parameter_count, peak_flops
 from model.presets import PRESETS, GPTConfig, shape_of
 from tests.commands import run_script
 from tests.helpers import explained, refusal, refusal_of, run_here
@@ -181,9 +181,9 @@ def test_what_cannot_be_planned_is_refused():
 
 
 def test_a_device_is_found_by_its_name():
-    named = {name: peak_flops(device_named(name) or "", "fp16") for name in ("h100", "H100-PCIe", "a100", "h200", "rtx 4090", "4090")}
+    named = {name: peak_flops(known_device(name) or "", "fp16") for name in ("h100", "H100-PCIe", "a100", "h200", "rtx 4090", "4090")}
     assert named == {"h100": 989.4e12, "H100-PCIe": 756e12, "a100": 312e12, "h200": 989.4e12, "rtx 4090": 165.2e12, "4090": 165.2e12}
-    assert [device_named(name) for name in ("", "rtx", "nvl", "h1000")] == [None] * 4
+    assert [known_device(name) for name in ("", "rtx", "nvl", "h1000")] == [None] * 4
 
 
 #: config.json of huggyllama/llama-7b, meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.1-8B, Qwen/Qwen3-8B and Qwen/Qwen3-0.6B, and their

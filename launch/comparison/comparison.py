@@ -116,15 +116,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Pair:
-    """A side and its control.
+    """A treatment and its control.
 
-    recipe: of the side; None for runs given as folders. testbed: of the runs; None for any other setting. figures: those of `FIGURES` that
-    any run has, and the final loss on each source of a mixture; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to
+    recipe: of the treatment; None for runs given as folders. testbed: of the runs; None for any other setting. figures: those of `FIGURES`
+    that any run has, and the final loss on each source of a mixture; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to
     evaluations during training. verdicts: one per claim, if exactly the planned seeds were run to their end.
     """
 
     control: Side
-    side: Side
+    treatment: Side
     recipe: Recipe | None
     testbed: Testbed | None
     figures: dict[str, Figure]
@@ -132,23 +132,23 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The name of the side for readers: the heading of the recipe's page if it has one."""
+        """The name of the treatment for readers: the heading of the recipe's page if it has one."""
         page = ROOT / "recipes" / self.recipe.name / "README.md" if self.recipe else None
-        return page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") if page and page.exists() else self.side.name
+        return page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") if page and page.exists() else self.treatment.name
 
     @property
     def title(self) -> str:
-        return f"{self.side.name} against {self.control.name}" + (f" on {self.testbed.name}" if self.testbed else "")
+        return f"{self.treatment.name} against {self.control.name}" + (f" on {self.testbed.name}" if self.testbed else "")
 
     @property
     def seeds(self) -> tuple[int, ...]:
         """The seeds of both sides."""
-        return tuple(sorted(self.control.by_seed().keys() & self.side.by_seed().keys()))
+        return tuple(sorted(self.control.by_seed().keys() & self.treatment.by_seed().keys()))
 
     @property
     def runs(self) -> list[tuple[Run, Run]]:
         """The runs of control and recipe of each seed of both sides."""
-        control, own = self.control.by_seed(), self.side.by_seed()
+        control, own = self.control.by_seed(), self.treatment.by_seed()
         return [(control[seed], own[seed]) for seed in self.seeds]
 
     @property
@@ -159,7 +159,7 @@ class Pair:
     @property
     def differences(self) -> list[tuple[str, Any, Any]]:
         """The settings that differ between the sides: dotted path in `run.json`, values of control and recipe, None where absent."""
-        return differences(self.control.runs[0], self.side.runs[0])
+        return differences(self.control.runs[0], self.treatment.runs[0])
 
     def differ_in(self, key: str) -> bool:
         """Whether the two runs of any seed have another `key` of `run.json`, such as "commit"."""
@@ -416,7 +416,7 @@ def _side_remarks(side: Side) -> Iterator[str]:
 
 def _pair_remarks(pair: Pair) -> Iterator[str]:
     """Sentences on excluded runs, and on what else may cause the differences."""
-    if alone := sorted(pair.control.by_seed().keys() ^ pair.side.by_seed().keys()):
+    if alone := sorted(pair.control.by_seed().keys() ^ pair.treatment.by_seed().keys()):
         yield f"seed {', '.join(map(str, alone))} was run on one side only, and is excluded from differences and verdicts"
     for control, own in pair.runs:
         for run in (control, own):
@@ -427,7 +427,7 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
     if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
         planned = f"{pair.experiment.seeds} seeds, from 1 on, all to their end, are planned on {pair.testbed.name}"
         yield f"exploratory, without verdicts: {planned}"
-    if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
+    if len(evaluated := sequences_evaluated(pair.control, pair.treatment)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
     untimed = sorted({run.seed for runs in pair.runs for run in runs if run.timed_steps < MIN_TIMED_STEPS})
@@ -497,7 +497,7 @@ def _pair_as_json(pair: Pair) -> dict[str, Any]:
     return {
         "recipe": pair.recipe and pair.recipe.name,
         "control": pair.control.name,
-        "side": pair.side.name,
+        "side": pair.treatment.name,
         "seeds": pair.seeds,
         "differences": [dict(zip(("key", "control", "other"), one, strict=True)) for one in pair.differences],
         "figures": {name: asdict(figure) for name, figure in pair.figures.items()},

@@ -54,7 +54,7 @@ def draw_losses(comparison: Comparison, file: Path | BinaryIO, axis: str = "toke
         picture = Figure(figsize=(12.0 if pairs else 8.0, 1.0 + 4.0 * (len(pairs) or 1)), dpi=120, layout="constrained")
         for number, panels in enumerate(picture.subplots(len(pairs) or 1, 2 if pairs else 1, squeeze=False)):
             pair = pairs[number] if pairs else None
-            sides = (pair.control, pair.side) if pair else comparison.sides
+            sides = (pair.control, pair.treatment) if pair else comparison.sides
             for side, color in zip(sides, PALETTE, strict=False):
                 losses = final_losses(side)
                 what = "whole split" if side.runs[0].description.get("whole_eval") else "final loss"

@@ -60,7 +60,7 @@ def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
     if recipe is None or testbed is None or experiment is None:
         raise UsageError(f"--publish: {pair.title} is on none of the recipe's testbeds; leave out the flags that change the setting")
     where = f"--publish: {recipe.name} on {testbed.name}"
-    runs = (*pair.control.runs, *pair.side.runs)
+    runs = (*pair.control.runs, *pair.treatment.runs)
     check_runs(where, runs)
     if recipe != read_recipe(ROOT / "recipes" / recipe.name):
         raise UsageError(f"{where}: it is not a recipe of this checkout, so it has no page to update; leave out --publish")
@@ -71,7 +71,7 @@ def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
     if pair.differ_in("versions"):
         raise UsageError(f"{where}: control and recipe used different package versions; train both in another --runs_dir")
     now = protocol(recipe.name, testbed.name)
-    trained_at = {commit for run in pair.side.runs for commit in commits_of(run.description)}
+    trained_at = {commit for run in pair.treatment.runs for commit in commits_of(run.description)}
     if later := [commit for commit in trained_at if protocol_at(commit, recipe.name, testbed.name) != now]:
         raise UsageError(
             f"{where}: its runs are of commit {later[0][:7]}, which does not contain the current claims and setting; commit them first,"
@@ -80,11 +80,11 @@ def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
     at_once = f" --parallel {parallel}" if parallel else ""
     return {
         "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}{at_once}",
-        "commit": pair.side.runs[0].description["commit"],
+        "commit": pair.treatment.runs[0].description["commit"],
         "machine": " and ".join(dict.fromkeys(machine_in_words(run.description["machine"]) for run in runs)),
         "planned": now,
         "control": [stored_run(run) for run in pair.control.runs],
-        "recipe": [stored_run(run) for run in pair.side.runs],
+        "recipe": [stored_run(run) for run in pair.treatment.runs],
     }
 
 

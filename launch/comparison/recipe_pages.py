@@ -176,9 +176,9 @@ def _measured_on(one: RecipeOnTestbed) -> Iterator[str]:
         rest = f" The claims:\n\n{claims}" if claims else " No claims yet."
         yield f"{(OUTDATED if entry else UNMEASURED).capitalize()}.{rest}"
         return
-    description = pair.side.runs[0].description
+    description = pair.treatment.runs[0].description
     turns = "interleaved" if pair.interleaved else "not interleaved, so times are not compared"
-    commits = dict.fromkeys(commit[:7] for run in (*pair.side.runs, *pair.control.runs) for commit in commits_of(run.description))
+    commits = dict.fromkeys(commit[:7] for run in (*pair.treatment.runs, *pair.control.runs) for commit in commits_of(run.description))
     yield (
         f"Seeds {', '.join(map(str, pair.seeds))}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
         f" {entry['machine']}; learning rate {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits of the"
@@ -325,7 +325,7 @@ def pictures(cells: list[RecipeOnTestbed]) -> dict[Path, Callable[[Path], object
     for name in dict.fromkeys(one.recipe.name for one in cells):
         pairs = tuple(one.pair for one in cells if one.recipe.name == name and one.pair)
         if pairs:
-            sides = tuple(side for pair in pairs for side in (pair.control, pair.side))
+            sides = tuple(side for pair in pairs for side in (pair.control, pair.treatment))
             made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs))
     for file in ROOT.glob("recipes/**/tuning.json"):
         made[file.with_suffix(".png")] = partial(draw_tuning, read_committed(file))

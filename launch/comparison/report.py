@@ -41,7 +41,7 @@ def summary(comparison: Comparison) -> list[str]:
     return [
         *(f"not a controlled comparison: {mismatch}" for mismatch in comparison.mismatches),
         *tables.caveats(comparison),
-        *(f"{pair.side.name}: {verdict}" for pair in comparison.pairs for verdict in tables.verdicts(pair)),
+        *(f"{pair.treatment.name}: {verdict}" for pair in comparison.pairs for verdict in tables.verdicts(pair)),
         *(tables.ranking(comparison).text().splitlines() if comparison.sides else ()),
         tables.answer(comparison),
     ]

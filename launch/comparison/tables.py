@@ -110,7 +110,7 @@ def answer(comparison: Comparison) -> str:
         return "One configuration, and nothing to compare it with." if len(comparison.sides) == 1 else "Nothing was compared."
     largest: dict[str, Pair] = {}
     for pair in sorted(comparison.pairs, key=lambda pair: (estimate(pair.figures, LOSS_COLUMN) is None, -tokens(pair))):
-        largest.setdefault(pair.side.name, pair)
+        largest.setdefault(pair.treatment.name, pair)
     if (count := len(largest)) == 1:
         return _answer(next(iter(largest.values())))
     gaps = {gap.mean: pair for pair in largest.values() if (gap := estimate(pair.figures, LOSS_COLUMN)) and (gap.high or gap.mean) < 0}
@@ -119,7 +119,7 @@ def answer(comparison: Comparison) -> str:
 
 def tokens(pair: Pair) -> int:
     """The length of a pair's runs, by which testbeds are ordered."""
-    return int(pair.side.runs[0].description["total_tokens"])
+    return int(pair.treatment.runs[0].description["total_tokens"])
 
 
 def _control(side: Side) -> str:
@@ -200,8 +200,8 @@ def spread(gaps: Mapping[int, float]) -> str:
 
 def ranking(comparison: Comparison) -> Table:
     """All sides with the lowest loss first; those of a testbed together. Without times of runs that were not interleaved."""
-    places = {id(side): pair.testbed.name for pair in comparison.pairs if pair.testbed for side in (pair.control, pair.side)}
-    pairs = {id(pair.side): pair for pair in reversed(comparison.pairs)}
+    places = {id(side): pair.testbed.name for pair in comparison.pairs if pair.testbed for side in (pair.control, pair.treatment)}
+    pairs = {id(pair.treatment): pair for pair in reversed(comparison.pairs)}
     rows: list[tuple[str, float, list[str]]] = []
     for side in comparison.sides:
         pair, place = pairs.get(id(side)), places.get(id(side), "")
@@ -229,7 +229,7 @@ def _rates(side: Side) -> str:
 def figures(pair: Pair, published: bool = False) -> Table:
     """All figures of a pair. published: without times of runs that were not interleaved."""
     shown = pair.published_figures if published else pair.figures
-    heads = ["mean over seeds ± standard deviation", pair.control.name, pair.side.name, "difference", "ratio"]
+    heads = ["mean over seeds ± standard deviation", pair.control.name, pair.treatment.name, "difference", "ratio"]
     return Table(f"Figures, {pair.title}", heads, [_figure_row(name, figure) for name, figure in shown.items()])
 
 
@@ -246,7 +246,7 @@ def settings(pair: Pair) -> Table:
         return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
 
     rows = [[key, shown(control), shown(own)] for key, control, own in pair.differences]
-    return Table(f"Settings that differ, {pair.title}", ["setting", pair.control.name, pair.side.name], rows)
+    return Table(f"Settings that differ, {pair.title}", ["setting", pair.control.name, pair.treatment.name], rows)
 
 
 def runs(comparison: Comparison) -> Table:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from launch.errors import UsageError, is_local_rank_0, nearest
 from launch.formats.checkpoint_files import checkpoint_at
 from launch.formats.metrics import read_run_json
-from model.accounting import KNOWN_DEVICES, device_named
+from model.accounting import KNOWN_DEVICES, known_device
 from model.presets import ARCHITECTURES, CHOICES, FIELDS, MODELS_IN_WORDS, PRESETS, SIZES
 from recipes.registry import Recipe, read_recipe
 
@@ -120,7 +120,7 @@ def profiled(text: str) -> str:
 
 def device(text: str) -> str:
     """A type for argparse: "cuda", "cpu", or a GPU with a known peak."""
-    if text not in ("cuda", "cpu") and device_named(text) is None:
+    if text not in ("cuda", "cpu") and known_device(text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no known device; known are cuda, cpu, {', '.join(KNOWN_DEVICES)}")
     return text
 

@@ -68,11 +68,11 @@ def bf16_arithmetic() -> tuple[bool, str]:
 
 def cpu_instructions() -> list[str]:
     """The instruction sets of the processor on which the speed and the rounding of its arithmetic depend, as in /proc/cpuinfo."""
-    flags = cpuinfo("flags", "Features").split()
+    flags = cpuinfo_field("flags", "Features").split()
     return [name for name in ("avx2", "avx512f", *CPU_BF16) if name in flags]
 
 
-def cpuinfo(*names: str) -> str:
+def cpuinfo_field(*names: str) -> str:
     """The value of the first line of /proc/cpuinfo that begins with one of `names`; empty without that file."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()

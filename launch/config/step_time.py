@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from launch.config.memory import MemorySizes
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
-from model.accounting import block_flops_per_token, device_named, flops_per_token, parameter_count, peak_flops
+from model.accounting import block_flops_per_token, flops_per_token, known_device, parameter_count, peak_flops
 from model.presets import PRESETS, GPTConfig, shape_of
 from recipes import registry
 
@@ -55,7 +55,7 @@ def hardware_of(flags: argparse.Namespace, run: RunConfig) -> Hardware | None:
     Raises:
         UsageError: a GPU is missing, or its peak in the run's precision is not known.
     """
-    if (device := device_named(flags.device or "")) is None:
+    if (device := known_device(flags.device or "")) is None:
         if (flags.mfu, flags.interconnect, flags.gpu_link) != (None, None, None):
             raise UsageError("--mfu, --interconnect and --gpu_link plan the time on a GPU; name it too, for example --device h100")
         return None

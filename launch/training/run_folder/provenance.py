@@ -12,7 +12,7 @@ import time
 import uuid
 from typing import Any
 
-from launch.config.hardware import cpuinfo, device_type, gpus
+from launch.config.hardware import cpuinfo_field, device_type, gpus
 from launch.config.run_config import ROOT, RunConfig
 from launch.training.ranks.interleaving import interleaved_group
 
@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
     host = {
         "host": platform.node(),
         "system": platform.platform(),
-        "processor": cpuinfo("model name") or platform.processor(),
+        "processor": cpuinfo_field("model name") or platform.processor(),
         "cores": os.cpu_count(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
