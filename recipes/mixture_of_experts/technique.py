@@ -35,7 +35,7 @@ def gathers_in_words(run: RunForTechniques) -> str:
     )
 
 
-class Seen(NamedTuple):
+class RoutingMeans(NamedTuple):
     """What the routers did. load, fp64 (n_layer, n_expert): the share of the choices; probabilities, the same shape, and entropy in nats,
     (n_layer,): means over tokens. All are NaN for a layer that saw no token."""
 
@@ -75,7 +75,7 @@ class ExpertBalance(Technique):
         self.coefficient, self.run = section["coefficient"], run
         if run.zero_stage == 3 and run.ranks > 1:
             self.notes = (gathers_in_words(run),)
-        self._seen: Seen | None = None
+        self._seen: RoutingMeans | None = None
 
     def attach(self, ds_engine: Any, collectives: Any) -> None:
         layers, experts, device = self.run.shape.n_layer, self.run.shape.n_expert, ds_engine.device
@@ -123,12 +123,12 @@ class ExpertBalance(Technique):
         of_layers = self._mean_of(self._evaluated).of_layers()
         return {f"val_{name}/{layer}": value for name, values in of_layers.items() for layer, value in values.items()}
 
-    def _mean_of(self, sums: torch.Tensor) -> Seen:
+    def _mean_of(self, sums: torch.Tensor) -> RoutingMeans:
         """What all ranks have added to `sums`, (n_layer, 2 n_expert + 1), which is set to 0."""
         experts = self.run.shape.n_expert
         choices, probabilities, entropy = self._collectives.all_reduce(sums).split((experts, experts, 1), dim=1)
         tokens = choices.sum(dim=1, keepdim=True) / self.run.shape.n_expert_active
-        seen = Seen(choices / tokens / self.run.shape.n_expert_active, probabilities / tokens, (entropy / tokens)[:, 0])
+        seen = RoutingMeans(choices / tokens / self.run.shape.n_expert_active, probabilities / tokens, (entropy / tokens)[:, 0])
         sums.zero_()
         return seen
 
