@@ -2,8 +2,8 @@
 
 `RunValues` declares for each value its flag, its default, where it comes from without a flag, and what a change of it means: on a
 resume, between hosts, between two compared runs. To add one, declare it there and use it; a field of the model goes into `OTHER_FLAGS`
-instead, and a path also into `PATHS`. What a value means together with the DeepSpeed JSON and the preset is decided in
-`launch.config.run_config`.
+instead, a path also into `PATHS`, what a later start must not repeat also into `NOT_REPEATED`. What a value means together with the
+DeepSpeed JSON and the preset is decided in `launch.config.run_config`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
 MOST_STEPS_UNSAVED = 1_000
 #: `--resume=must` refuses to start without a checkpoint; plain `--resume` then starts at step 0.
 MUST = "must"
-#: Flags of one start: `--resume FOLDER` does not repeat them.
+#: Flags that `--resume FOLDER` does not repeat.
 NOT_REPEATED = {"help", "resume", "explain", "local_rank", "deepspeed", "run_name", "runs_dir", "branch_from", "ranks", "quiet", "profile"}
 #: Flags that are paths, which hold also where the run is continued from another folder.
 PATHS = {"deepspeed_config", "recipe", "data", "init_from"}
@@ -136,9 +136,9 @@ def bits_per_second(text: str) -> float:
 # --- the registry ---------------------------------------------------------------------------------------------------------------------
 
 #: What a change of a value means. FIXED: another value is another run, so a resume must not change it; `_fixed_flags` of
-#: launch/training/run_folder/run_json.py adds the model's sizes and what the JSON fixes. TRAINING: it changes the numbers of later steps; a
-#: resume may change it, and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it. RECORD: it changes no
-#: number; a resume lists the change. START: it belongs to one start of the run, and a resume does not list it.
+#: launch/training/run_folder/run_json.py adds the model's sizes and what the JSON fixes. TRAINING: it changes the numbers of later steps,
+#: of training or evaluation; a resume may change it, and lists the change. INITIAL: it sets the weights before step 1; a resume ignores it.
+#: RECORD: it changes no number; a resume lists the change. START: it is about the process; a resume may change it, and does not list it.
 FIXED, TRAINING, INITIAL, RECORD, START = "fixed", "training", "initial", "record", "start"
 #: The groups of flags, with their titles in --help.
 TECHNIQUE, MODEL, LENGTH = "technique (give --deepspeed_config or --recipe)", "model", "data and length"

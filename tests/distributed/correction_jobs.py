@@ -21,7 +21,7 @@ from recipes.masters import master_weights
 from recipes.technique import Techniques
 from tests.distributed.reference import run_all_but
 
-#: Correction -> the module that has it.
+#: Correction that the tests switch off -> the module that has it.
 CORRECTIONS = {
     "keep_weights_at_start": stage_0,
     "take_norms_in_fp64": stage_0,

@@ -280,7 +280,6 @@ TECHNIQUES = {
 }
 
 
-@functools.cache
 def expected(
     corpus: Path,
     name: str,
@@ -291,7 +290,14 @@ def expected(
     skips: tuple[int, ...] = (),
     **options: Any,
 ) -> list[Step]:
-    """The steps of the plain loop; each is computed once. options: of the optimizer, beside those of the technique."""
+    """The steps of the plain loop; each is computed once. clip: by default the technique's. options: of the optimizer, beside its own."""
+    return _steps(corpus, name, model, ranks, accumulation, TECHNIQUES[name].clip if clip is None else clip, skips, **options)
+
+
+@functools.cache
+def _steps(
+    corpus: Path, name: str, model: str, ranks: int, accumulation: int, clip: float, skips: tuple[int, ...], **options: Any
+) -> list[Step]:
     technique = TECHNIQUES[name]
     more, own = dict(technique.reference), technique.options | options
     if technique.optimizer is PublishedMuon and "architecture" in SHAPES[model]:
@@ -301,8 +307,10 @@ def expected(
         more["accumulation"] = ranks * accumulation
     if technique.job.get("technique") == "DroppedBlock":
         more |= {"accumulation": accumulation, "runner_of": without_block_1(accumulation)}
-    more |= {"clip": technique.clip if clip is None else clip, "skips": skips, "adam": functools.partial(technique.optimizer, **own)}
-    return reference_steps(corpus, SHAPES[model] | technique.shape, STEPS, BATCH, technique.lr, WARMUP, SEED, **more)
+    adam = functools.partial(technique.optimizer, **own)
+    return reference_steps(
+        corpus, SHAPES[model] | technique.shape, STEPS, BATCH, technique.lr, WARMUP, SEED, clip=clip, skips=skips, adam=adam, **more
+    )
 
 
 def flags(corpus, tmp_path, shape: dict, form: str, ranks: int, accumulation: int, precision: str = "fp32") -> list[str]:

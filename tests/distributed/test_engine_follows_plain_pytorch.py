@@ -110,7 +110,7 @@ def test_losses_and_norms_are_those_of_plain_pytorch(name, model, form, accumula
     run += section("zero_optimization.stage3_param_persistence_threshold", 1000) if form.startswith("stage 3") else []
     arguments = {key: value for key, value in technique.job.items() if key != "job"}
     lines = pools.of(ranks).run(f"tests.distributed.jobs:{technique.job['job']}", flags=run, **arguments)[0]
-    clip = {"clip": 1e9} if compressed else {}
+    clip = {"clip": 1e9 if compressed else technique.clip}
     at = {"ranks": ranks, "accumulation": accumulation} if technique.compresses or arguments else {}
     steps = expected(data, name, model, **at, **clip)
     losses, reference = [line["loss"] for line in lines], losses_of(steps)
@@ -126,11 +126,7 @@ def test_losses_and_norms_are_those_of_plain_pytorch(name, model, form, accumula
     assert losses[-1] < losses[0] - 0.2
     assert compressed or any(step.norm > technique.clip for step in steps), "what is clipped must show"
     if technique.base and len(losses) == STEPS:  # with as many tokens in each step
-        without = losses_of(
-            expected(
-                data, technique.base, technique.shape.get("architecture", model), **({"ranks": 1} if technique.base != "plain" else {})
-            )
-        )
+        without = losses_of(expected(data, technique.base, technique.shape.get("architecture", model), **clip))
         assert largest_difference(reference, without) > 100 * exact, "a technique without a trace shows nothing"
     if compressed:
         assert largest_difference(reference, losses_of(expected(data, name, model, **clip))) > 10 * COMPRESSED_TOLERANCE, "so must bits"
