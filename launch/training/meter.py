@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +83,16 @@ class Meter:
         return metrics
 
     def _peak_memory(self) -> int:
-        """Peak bytes of this rank since its start: of the device's allocator on a GPU, of the process on a CPU (ru_maxrss is in KiB)."""
+        """Peak bytes of this rank since its start: of the device's allocator on a GPU, of the process on a CPU."""
         if self.collectives.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.collectives.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_of_process()
+
+
+def peak_of_process() -> int:
+    """Peak resident bytes of this process.
+
+    Not ru_maxrss, which begins with the peak of the process that started this one (Linux, fs/exec.c); only where /proc has no VmHWM.
+    """
+    high = Path("/proc/self/status").read_bytes().partition(b"VmHWM:")[2].split(maxsplit=1)  # both are in KiB
+    return 1024 * (int(high[0]) if high else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

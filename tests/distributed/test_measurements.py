@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -201,3 +203,10 @@ def test_rates_and_flops_are_those_of_all_ranks(monkeypatch):
 def test_a_mean_loss_is_that_of_the_finite_ones():
     assert recent_loss([math.nan, 2.0, None, math.inf, 4, "5", 10**400]) == "3.0000 (mean of 2 steps)"
     assert recent_loss([math.nan]) == "not finite"
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
+    child = "from launch.training.meter import peak_of_process; print(peak_of_process())"
+    parent = f"import subprocess, sys; held = b'1' * (2 << 30); subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    found = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, check=True)
+    assert 2**27 < int(found.stdout.split()[-1]) < 2**30
