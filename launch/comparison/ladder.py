@@ -204,14 +204,13 @@ def whether_gain_holds(found: Mapping[str, Gain]) -> str:
 
 
 def draw_ladder(sides: Mapping[str, tuple[Found, Found]], file: Path) -> None:
-    """Draw compute saved over compute, a line for each recipe; of one recipe also the best learning rates.
+    """Draw compute saved over compute, a line for each recipe.
 
     sides: by recipe, what its control and it have reached. Hollow points are beyond the recipe's line. Bands are 95% intervals.
     """
     with rc_context(STYLE):
-        panels = 2 if len(sides) == 1 else 1
-        picture = Figure(figsize=(4.6 * panels + 1.4, 3.8), dpi=120, layout="constrained")
-        axes, *others = picture.subplots(1, panels, squeeze=False)[0]
+        picture = Figure(figsize=(7.2, 3.8), dpi=120, layout="constrained")
+        axes = picture.subplots()
         axes.axhline(1, color=PALETTE[0], linewidth=1.2)
         for color, (name, (control, own)) in zip([*PALETTE[1:], *PALETTE[1:]], sides.items(), strict=False):
             found = {rung: gain for rung, gain in gains(control, own).items() if gain.saved}
@@ -221,20 +220,10 @@ def draw_ladder(sides: Mapping[str, tuple[Found, Found]], file: Path) -> None:
             axes.fill_between(x, [one.low or one.mean for one in every], [one.high or one.mean for one in every], color=color, alpha=0.15)
             for at, one, gain in zip(x, every, found.values(), strict=True):
                 axes.plot(at, one.mean, "o", color=color, markerfacecolor="white" if gain.beyond else color)
-        axes.set(xscale="log", ylabel="compute saved (1: the control)")
-        axes.legend(fontsize=9, frameon=False)
         rungs = {one["flops"]: rung for control, _ in sides.values() for rung, one in control.items()}
-        for panel in others:
-            both = next(iter(sides.values()))
-            for side, color in zip(both, PALETTE, strict=False):
-                panel.plot([one["flops"] for one in side.values()], [one["lr"] for one in side.values()], "o-", color=color)
-            panel.set(xscale="log", yscale="log", ylabel="best learning rate (gray: the control's)")
-            rates = sorted({one["lr"] for side in both for one in side.values()})
-            panel.set_yticks(rates, [f"{rate:g}" for rate in rates])
-            panel.set_yticks([], minor=True)
-        for panel in (axes, *others):
-            panel.set_xticks([*rungs], [f"{rung}\n{flops:.1e}" for flops, rung in rungs.items()])
-            panel.set_xticks([], minor=True)
-            panel.set_xlabel("FLOPs of the control's runs")
-            panel.grid(alpha=0.25)
+        axes.set(xscale="log", xlabel="FLOPs of the control's runs", ylabel="compute saved (1: the control)")
+        axes.set_xticks([*rungs], [f"{rung}\n{flops:.1e}" for flops, rung in rungs.items()])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=9, frameon=False)
         picture.savefig(file, metadata={"Software": None})

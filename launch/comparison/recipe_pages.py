@@ -144,7 +144,7 @@ def measured_part(recipe: Recipe, own: list[RecipeOnTestbed]) -> str:
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
     if both := ladder.published_sides(recipe):
         blocks += [ladder.table(*both).markdown(), ladder.whether_gain_holds(ladder.gains(*both))]
-        blocks.append(f"![Compute saved by {recipe.name} over compute, and its best learning rates](ladder.png)")
+        blocks.append(f"![Compute saved by {recipe.name} over compute](ladder.png)")
     legend = f"Means of the pairs, with 95% intervals; {', '.join(f'{sign} {outcome}' for outcome, sign in SIGNS.items())}."
     blocks.append(f"{legend} All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
     return "\n" + "\n\n".join(blocks) + "\n\n"
