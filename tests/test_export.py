@@ -606,14 +606,13 @@ import time
 sys.path.insert(0, {root!r})
 import torch, transformers
 from launch import export
-def field(name):
-    return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+from launch.training.meter import peak_of_process
 torch.ones(10) @ torch.ones(10)
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew: else it is that of the process which started this one
-before = field("VmRSS")
+before = peak_of_process()
 sys.argv = ["export.py", {source!r}, "--out", {out!r}, "--quiet"]
 export.main()
-print(field("VmHWM") - before)
+print(peak_of_process() - before)
 """
 
 

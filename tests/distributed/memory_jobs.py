@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from launch.config.explain import bytes_of
 from launch.config.memory import MemoryPlan, MemorySizes, gathered_weights, memory_per_rank
 from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
+from launch.training.meter import peak_of_process
 from launch.training.observers import Observer
 from recipes.registry import make_techniques
 from tests.distributed.jobs import pretrain
@@ -150,11 +150,11 @@ class _GrowthOfStep(Observer):
         if step == 2:
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident (man 5 proc)
-            self.before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self.before = peak_of_process()
 
     def after_step(self, step: int) -> None:
         if step == 2:
-            self.grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before)
+            self.grown = peak_of_process() - self.before
 
 
 def growth_of_step(flags: list[str]) -> dict[str, int]:
