@@ -242,7 +242,7 @@ def _check_machine(ds_json: DeepSpeedJson, ranks: int) -> None:
             ds_json.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
     for key in OFFLOAD_STAGES:
         path = ("zero_optimization", key, "nvme_path")
-        ours = (ds_json.origin(path) or "").startswith("auto")  # the run makes its own
+        ours = ds_json.is_filled(path)  # the run makes its own
         if ds_json.get("zero_optimization", key, "device") != "nvme":
             continue
         if ours and ranks > (ranks_of_host() or GPUS_OF_A_HOST):

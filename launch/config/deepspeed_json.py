@@ -160,6 +160,10 @@ class DeepSpeedJson:
         section[path[-1]] = value
         self._filled[path] = origin
 
+    def is_filled(self, path: KeyPath) -> bool:
+        """Whether the value at `path` is one of `fill`, not the user's."""
+        return path in self._filled
+
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
     def fault(self, path: KeyPath, message: str, meant: str | None = None) -> None:

@@ -263,8 +263,7 @@ def _peak(ds_json: DeepSpeedJson, kind: str, lr: float, peak: float) -> float:
     """The run's peak learning rate: the schedule's, which overwrites the optimizer's at the first step."""
     where, rate = (*SCHEDULE, "warmup_max_lr"), ("optimizer", "params", "lr")
     if peak != lr:
-        origin = ds_json.origin(rate) or ""
-        if origin.startswith(("line", "--")):
+        if not ds_json.is_filled(rate):
             ds_json.note(rate, f"is {lr:g} and is not used: {kind} sets the rate, up to its 'warmup_max_lr' of {peak:g}")
         whose = ds_json.origin(where) if ds_json.get(*where) is not None else DEEPSPEED
         ds_json.fill(rate, peak, f"scheduler.params.warmup_max_lr, {whose}", replace=True)
