@@ -141,7 +141,7 @@ class Declaration:
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
             configuration checks the section by these rules before the technique is built. `"default"`: the value of a key that is left
             out, if the key can be neither null nor "auto"; not for the keys of an object. `"auto": "reported"`: `metrics` shows before
-            `attach` what the value does, so that a branch of a run may have another one if the metrics up to there are the same. For
+            `attach` what the value does, and a branch of a run may change it if the metrics before the branch are the same. For
             `params`, also `same_as`: the name of the key whose value is the default.
         ignored: keys that are accepted without effect -> the reason, which is logged if the key is used.
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
@@ -271,8 +271,8 @@ class Technique:
         tensors.
 
         It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)` with (ranks, ...) received and (1,
-        ...) sent, `all_to_all(received, sent, received_sizes=None, sent_sizes=None, group=None)`, both (ranks, ...) or, with sizes, part i
-        of that many rows, `gather(value)` and `any(flag)` for Python values, and `group(size)`, the `size` consecutive ranks that this one
+        ...) sent, `all_to_all(received, sent, received_sizes=None, sent_sizes=None, group=None)`, both (ranks, ...); with sizes, part i has
+        sizes[i] rows, `gather(value)` and `any(flag)` for Python values, and `group(size)`, the `size` consecutive ranks that this one
         belongs to, for `all_to_all`.
         """
 

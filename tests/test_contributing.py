@@ -146,7 +146,7 @@ def test_recipe_and_control_are_compared(indexed, run, corpus):
         "exploratory: no claim is judged" in said
         and "control: zero1_bf16" in said
         and "z-loss ends" in said
-        and " zero1_bf16 (AdamW, ZeRO 1, bf16) (95%: " in said
+        and " zero1_bf16 (AdamW, ZeRO 1, bf16, 2 ranks) (95%: " in said
     )
     assert (indexed / "report" / "report.html").exists()
 

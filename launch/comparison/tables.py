@@ -125,7 +125,8 @@ def tokens(pair: Pair) -> int:
 def _control(side: Side) -> str:
     """The name of a control, with what it is."""
     run = side.runs[0].description
-    return f"{side.name} ({run['optimizer']['type']}, ZeRO {run['zero_stage']}, {run['precision']})"
+    ranks = f", {run['ranks']} ranks" if run["ranks"] > 1 else ""
+    return f"{side.name} ({run['optimizer']['type']}, ZeRO {run['zero_stage']}, {run['precision']}{ranks})"
 
 
 def _answer(pair: Pair) -> str:

@@ -157,8 +157,8 @@ class Value(NamedTuple):
         flag: the arguments of `add_argument`.
         origin: where it comes from without a flag, for `--explain`; the flags fill in `{preset}`.
         local: it is of one host, such as a path: hosts may differ in it, and it is not published.
-        same_steps: values that make the same steps, so that a branch may have another of them. Without it, what a resume may change a
-            branch may change too.
+        same_steps: values that make the same steps, so that a branch may have another of them. Without it, a branch may change what a
+            resume may change.
     """
 
     kind: str

@@ -3,9 +3,9 @@
 A step is a spike if its loss is more than `DEVIATIONS` standard deviations above the mean of the last `WINDOW` steps. This is the rule of
 OLMo-core's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py), with two changes.
 
-- It applies the rule to the gradient norm too. Here, in 3,282 steps of six stable runs, the norm was beyond 6 standard deviations twice
-  (6.3 and 9.7), and the loss never; and clipping bounds the update of such a step.
-- Its window holds spikes too, so that after four of them no more are found: k equal outliers among 128 values are at most
+- OLMo-core applies the rule to the gradient norm too. Here, in 3,282 steps of six stable runs, the norm was beyond 6 standard deviations
+  twice (6.3 and 9.7), and the loss never; and clipping bounds the update of such a step.
+- OLMo-core's window holds spikes too, so that after four of them no more are found: k equal outliers among 128 values are at most
   sqrt(128 / k - 1) standard deviations above the mean. Here spikes are left out. After `LIMIT` in succession the window is cleared, because
   the loss then has another level.
 

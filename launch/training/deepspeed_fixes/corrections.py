@@ -7,10 +7,8 @@ something that is right or faster in any case.
 They are applied in this order: a probe sees what the ones before it have corrected.
 
 The faults were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` and `test_nvme.py` train with and without the
-corrections that are listed in `tests/distributed/correction_jobs.py`. To add one, write its function and its probe into a module of this
-folder, its line here, and its entry there; what it replaces in a class also goes into `remember_engine_as_shipped` there. To remove one,
-delete its line here, its functions, its entry and jobs there, its row in `docs/deepspeed-faults.md`, and what `git grep` finds of both
-names.
+corrections that are listed in `tests/distributed/correction_jobs.py`. To add one, see `__init__.py`. To remove one, delete its line here,
+its functions, its entry and jobs there, its row in `docs/deepspeed-faults.md`, and what `git grep` finds of both names.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def keep_own_settings(ds_engine: Any) -> None:
 
 
 def schedule_by_step(ds_engine: Any) -> None:
-    """Correction: DeepSpeed's schedule always gives the rate of the next step k at its iteration k.
+    """Correction: before step k, DeepSpeed's schedule is always at its iteration k.
 
     DeepSpeed makes the first step before iteration 0, so a warm-up from 0 has two steps at rate 0, and a decay does not reach its end. At
     iteration k, a linear warm-up of w steps has k / w of the peak.

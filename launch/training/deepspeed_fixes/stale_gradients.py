@@ -46,7 +46,7 @@ def forget_gradients(ds_engine: Any) -> None:
 
 
 def _complete_stage_3(optimizer: Any) -> None:
-    """Offload: copy the gradients that `partition_grads` did not copy from the flat buffer: zeros, or those of earlier micro-batches."""
+    """Offload: copy from the flat buffer the gradients that `partition_grads` did not copy: zeros, or those of earlier micro-batches."""
     if not optimizer.offload_optimizer:
         return
     partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition

@@ -212,7 +212,7 @@ class Collectives:
         sent_sizes: list[int] | None = None,
         group: Any = None,
     ) -> None:
-        """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...). With sizes, part i of that many rows.
+        """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...). With sizes, part i has sizes[i] rows.
 
         group: from `group`, without sizes; i counts its ranks.
         """
