@@ -96,7 +96,11 @@ def climb(recipe: Recipe | None, control: Found, top: str, flags: argparse.Names
     published, found, rate = found_by(recipe), Found(), own.get("lr", ladder.lr)
     runs: list[Run] = []
     corpora = {corpus for one in control.values() for corpus in one["corpora"]}
-    for rung in ladder.rungs[: names.index(top) + 1]:
+    climbed = ladder.rungs[: names.index(top) + 1]
+    if missing := [(len(one.rates) + one.seeds, control[one.name]) for one in climbed if one.name in control.keys() - published.keys()]:
+        hours = sum(number * one["seconds"] for number, one in missing) / (flags.parallel or 1) / 3600
+        print_once(f"{name}: about {hours:.1f} hours, if a step takes as long as the control's on {missing[-1][1]['machine']}")
+    for rung in climbed:
         planned = {"config": config, "flags": {**ladder.flags, **rung.flags, **own}, "lr": rate, "rates": rung.rates, "seeds": rung.seeds}
         if published.get(rung.name, {}).get("planned") == planned:
             found[rung.name] = published[rung.name]
@@ -134,8 +138,8 @@ def _on_rung(
     runs = train_arms([best], flags)
     measures = [runs[one.name].measures for one in best.trials(arm.chosen)]
     losses = [one[LOSS] if math.isfinite(one[LOSS]) else None for one in measures]
-    flops = float(np.mean([one["flops"] for one in measures]))
-    found = {"planned": planned, **origin_of(runs.values()), **arm.chosen, "grid": arm.grid, "losses": losses, "flops": flops}
+    means = {name: float(np.mean([one[name] for one in measures])) for name in ("flops", "seconds")}
+    found = {"planned": planned, **origin_of(runs.values()), **arm.chosen, "grid": arm.grid, "losses": losses, **means}
     return found, [*swept.values(), *runs.values()]
 
 
