@@ -211,7 +211,7 @@ def check_architecture(shape: ModelShape) -> None:
     experts, active, width = (getattr(shape, name) for name in EXPERT_FIELDS)
     if experts < active or (width and not experts):
         given = f"n_expert is {experts}, n_expert_active {active}, d_expert {width}"
-        raise ValueError(f"{given}: n_expert must be at least n_expert_active, and above 0 for experts")
+        raise ValueError(f"{given}: n_expert must be at least n_expert_active, and 2 or more for experts")
     if active == 1:
         raise ValueError("n_expert_active is 1: the share of one expert is 1, so the router would not learn; give 2 or more")
     if experts and shape.d_ff != active * width:

@@ -18,6 +18,7 @@ from model.accounting import block_flops_per_token, flops_per_token, parameter_c
 from model.gpt import GPT
 from model.hf import hf_form
 from model.presets import ARCHITECTURES, FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, shape_of, shared_heads
+from tests.commands import run_script
 from tests.helpers import config_of, explained, in_transformers, refusal
 
 RUN = ("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", "no/corpus")
@@ -153,7 +154,7 @@ def test_a_configuration_of_transformers_is_read(folder):
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", must be "silu"'),
         ({"intermediate_size": 48}, "config.json says ["),
         ({"num_key_value_heads": 4}, "config.json says [32, 32]"),
-        ({"num_key_value_heads": 3}, "n_head must be a multiple of n_kv_head"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
         ({"hidden_size": "32"}, 'hidden_size is "32", must be a whole number'),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM, Mixtral"),
     ],
@@ -164,6 +165,18 @@ def test_another_model_is_named(values, said, folder):
         values = {"moe_intermediate_size": values["intermediate_size"]}
     edit(folder, **values)
     assert said in faults(folder)
+
+
+def test_experts_of_odd_widths_are_exported_with_a_word_on_how_to_load_them(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = GPT(config_of("qwen3_moe", {**TINY, "n_expert": 4, "d_expert": 25}, vocab_size=100))
+    in_transformers(model).save_pretrained(tmp_path / "in")
+    done = run_script("launch/export.py", tmp_path / "in", "--out", tmp_path / "out")
+    assert 'load it with experts_implementation="eager"' in done.stdout
+    read, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="eager"), torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens).logits[0, -1], model(tokens)[0, -1], atol=1e-5, rtol=1e-5)
 
 
 QWEN = [({"use_sliding_window": True}, "use_sliding_window is true, must be false"), ({"attention_bias": True}, "attention_bias is true")]
@@ -177,6 +190,7 @@ OF_ONE = {
         ({"norm_topk_prob": "absent"}, "norm_topk_prob is false, must be true"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is [0], must be []"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, must be 1"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1: the share of one expert is 1"),
     ],
 }
 

@@ -193,7 +193,7 @@ def test_by_default_as_many_weights_are_active_as_in_the_dense_form():
     [
         ([], "'expert_balance' is for a mixture of experts"),
         (["--architecture", "qwen3_moe", "--n_expert_active", "9"], "n_expert must be at least n_expert_active"),
-        (["--architecture", "qwen3", "--d_expert", "64"], "above 0 for experts"),
+        (["--architecture", "qwen3", "--d_expert", "64"], "2 or more for experts"),
         (["--architecture", "qwen3_moe", "--n_expert_active", "1"], "n_expert_active is 1: the share of one expert is 1"),
         (["--n_expert", "8"], "experts have no biases; add --bias false, or use --architecture qwen3_moe"),
         (["--architecture", "qwen3_moe", "--d_ff", "512", "--d_expert", "100"], "d_ff must be this product, or be left out"),

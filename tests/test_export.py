@@ -283,7 +283,7 @@ def test_no_pickle_is_loaded(run, folder, tmp_path):
         ({"n_layer": 3}, "lacks h.2."),
         ({"n_layer": 10**9}, "config.json has n_layer 1,000,000,000, the files have 28 tensors"),
         ({"n_positions": 64}, "wpe.weight is [32, 36], config.json says [64, 36]"),
-        ({"n_head": 5}, "d_model must be a multiple of n_head"),
+        ({"n_head": 5}, "n_embd must be a multiple of n_head"),
         ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config is {"quant_method": "gptq"}, must be null'),
     ],
     ids=str,

@@ -211,7 +211,10 @@ def _config(content: dict[str, Any]) -> GPTConfig:
             raise ValueError(f"its rotary positions are {json.dumps(rope)[:120]}; only the default type, of whole heads, is supported")
     if form == "llama" and content.get("mlp_bias", False) is not own["bias"]:
         raise ValueError("mlp_bias and attention_bias differ, and here all linear layers have biases or none has")
-    return GPTConfig(**own, document_end=content.get("document_end"))  # our key: transformers keeps unknown keys
+    try:
+        return GPTConfig(**own, document_end=content.get("document_end"))  # our key: transformers keeps unknown keys
+    except ValueError as reason:
+        raise ValueError(re.sub(r"\w+", lambda name: CONFIG_KEYS[form].get(name[0], name[0]), str(reason))) from None
 
 
 def _files(folder: Path) -> list[Path]:

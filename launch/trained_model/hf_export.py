@@ -47,7 +47,8 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
         weights: from `converted_weights`.
         name: of the model, for its card.
     """
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    first = next(iter(weights.values()))
+    dtype, width = str(first.dtype).removeprefix("torch."), first.itemsize
     write_config(folder, trained.config, trained.eot_id, dtype)  # AutoTokenizer reads it too
     notes = []
     if trained.tokenizer is None:
@@ -58,6 +59,8 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
         notes.append("the folder has no eos_token_id: run.json does not have it, and the corpus was not found; give its place with --data")
     if trained.config.document_end is not None:
         notes.append("trained with --no_cross_document, and transformers does not mask documents: give it one document at a time")
+    if trained.config.n_expert and (trained.config.d_model * width % 16 or trained.config.d_expert * width % 16):
+        notes.append('transformers multiplies experts of whole 16 bytes only: load it with experts_implementation="eager"')
     save_torch_state_dict(weights, folder, max_shard_size=SHARD_BYTES)
     for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
         file.chmod(stat.S_IMODE((folder / CONFIG_FILE).stat().st_mode))
