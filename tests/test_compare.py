@@ -92,7 +92,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--testbed", "gpt2-33M"], "it is for cuda, and this machine has cpu"),
         (
             ["--recipe", "recipes/zero_2", "--testbed", "micro-1M"],
-            "no experiment on micro-1M; its testbeds are nano-0.5M-half-rate; or give a setting",
+            "no experiment on micro-1M; its testbeds are nano-0.5M-half-rate, pico-0.3M-experts; or give a setting",
         ),
         (["--recipe", "recipes/zero_1", "--testbed", "nano-0.5M", "--lr", "1"], "--lr: --testbed nano-0.5M sets it; leave out one"),
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
