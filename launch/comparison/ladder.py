@@ -34,7 +34,7 @@ from launch.comparison.verdicts import Interval, paired_interval
 from launch.config.flags import as_words
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed
-from recipes.registry import LADDER, ROOT, Flags, Recipe, read_ladder, read_recipes
+from recipes.registry import LADDER, ROOT, Flags, Recipe, Rung, read_ladder, read_recipes
 
 #: The file of a side, in the folder of the recipe or of the ladder.
 FOUND = "ladder.json"
@@ -95,17 +95,19 @@ def climb(recipe: Recipe | None, control: Found, top: str, flags: argparse.Names
     check_parallel(flags, ranks)
     published, found, rate = found_by(recipe), Found(), own.get("lr", ladder.lr)
     runs: list[Run] = []
-    corpora = {corpus for one in control.values() for corpus in one["corpora"]}
     climbed = ladder.rungs[: names.index(top) + 1]
-    if missing := [(len(one.rates) + one.seeds, control[one.name]) for one in climbed if one.name in control.keys() - published.keys()]:
-        hours = sum(number * one["seconds"] for number, one in missing) / (flags.parallel or 1) / 3600
-        print_once(f"{name}: about {hours:.1f} hours, if a step takes as long as the control's on {missing[-1][1]['machine']}")
-    for rung in climbed:
+    corpora = {corpus for one in control.values() for corpus in one["corpora"]}
+    first = make_trial(config, as_words({**ladder.flags, **climbed[0].flags, **own}), ranks)
+    if corpora and first.described["corpus_fingerprint"] not in corpora:
+        raise UsageError(f"{ladder.flags['data']}: is not the corpus of the published control; make it from the same packages")
+    for number, rung in enumerate(climbed):
         planned = {"config": config, "flags": {**ladder.flags, **rung.flags, **own}, "lr": rate, "rates": rung.rates, "seeds": rung.seeds}
         if published.get(rung.name, {}).get("planned") == planned:
             found[rung.name] = published[rung.name]
         else:
-            found[rung.name], trained = _on_rung(f"{name} on rung {rung.name}", planned, ranks, corpora, flags)
+            if not runs:
+                _say_hours(name, climbed[number:], control, flags)
+            found[rung.name], trained = _on_rung(f"{name} on rung {rung.name}", planned, ranks, flags)
             runs += trained
             if recipe is None and None in found[rung.name]["losses"]:
                 raise TrainingFailed(f"{name} on rung {rung.name}: a run of the control diverged; lower its rates in {LADDER.name}")
@@ -113,10 +115,15 @@ def climb(recipe: Recipe | None, control: Found, top: str, flags: argparse.Names
     return found, runs
 
 
-def _on_rung(
-    where: str, planned: dict[str, Any], ranks: int, corpora: set[str], flags: argparse.Namespace
-) -> tuple[dict[str, Any], list[Run]]:
-    """Sweep the rate, then train with the best one. corpora: the fingerprints of those of the published control, which this must share."""
+def _say_hours(name: str, rungs: Sequence[Rung], control: Found, flags: argparse.Namespace) -> None:
+    """By the control's runs on these rungs, of those where it has been."""
+    if known := [(len(rung.rates) + rung.seeds, control[rung.name]) for rung in rungs if rung.name in control]:
+        hours = sum(runs * one["seconds"] for runs, one in known) / (flags.parallel or 1) / 3600
+        print_once(f"{name}: about {hours:.1f} hours, if a step takes as long as the control's on {known[-1][1]['machine']}")
+
+
+def _on_rung(where: str, planned: dict[str, Any], ranks: int, flags: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
+    """Sweep the rate, then train with the best one."""
 
     def trials(point: Flags, seeds: Sequence[int]) -> list[Trial]:
         words = as_words({**planned["flags"], **point})
@@ -124,10 +131,7 @@ def _on_rung(
 
     rates: list[int | float | str] = [float(f"{planned['lr'] * factor:.3g}") for factor in planned["rates"]]
     arm = Arm(where, {"lr": rates}, lambda point: trials(point, [SWEEP_SEED]), extends=True)
-    first = trials(arm.start, [SWEEP_SEED])[0]
-    if corpora and first.described["corpus_fingerprint"] not in corpora:
-        raise UsageError(f"{planned['flags']['data']}: is not the corpus of the published control; make it from the same packages")
-    tokens = first.config.total_tokens
+    tokens = trials(arm.start, [SWEEP_SEED])[0].config.total_tokens
     print_once(
         f"{where}: {len(rates)} rates around {planned['lr']:g}, then {planned['seeds']} seeds at the best, of {tokens:,} tokens each"
     )

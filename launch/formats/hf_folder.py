@@ -214,7 +214,7 @@ def _config(content: dict[str, Any]) -> GPTConfig:
     try:
         return GPTConfig(**own, document_end=content.get("document_end"))  # our key: transformers keeps unknown keys
     except ValueError as reason:
-        raise ValueError(re.sub(r"\w+", lambda name: CONFIG_KEYS[form].get(name[0], name[0]), str(reason))) from None
+        raise ValueError(re.sub(r"(?<![-\w])\w+", lambda name: CONFIG_KEYS[form].get(name[0], name[0]), str(reason))) from None
 
 
 def _files(folder: Path) -> list[Path]:
